@@ -1,0 +1,1 @@
+"""The detokenizer: token ids in, text out, one lease per shard."""

@@ -1,0 +1,356 @@
+"""The words on the wire: small frozen objects, no torch, encode and decode only.
+
+    ChatCompletionRequest → GenerateReqInput → GenerateJob → Sequence → TokenChunk → DecodeState → TextChunk → SSE event
+                            ^^^^^^^^^^^^^^^^   ^^^^^^^^^^^               ^^^^^^^^^^                  ^^^^^^^^^
+What is underlined lives here; the rest belongs to the role that uses it. Chunks are deltas with positions. Every
+encoded message begins with its version; unknown fields are ignored, an unknown version raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import orjson
+
+from .errors import ProtocolError
+
+VERSION = 1
+
+Lane = Literal["rt", "std", "batch"]
+LANES: tuple[Lane, ...] = ("rt", "std", "batch")  # in the order in which workers serve them
+FinishType = Literal["stop", "length", "abort", "error"]
+
+GREEDY_BELOW = 1e-6  # a temperature under this is greedy
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one choice is sampled. Names and defaults are the native interface's; OpenAI's are translated in the api."""
+
+    max_new_tokens: int | None = 128  # None: up to the context's end; the api resolves it before a job is queued
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids
+    sampling_seed: int | None = None  # choice i samples with seed + i; chosen at submit when None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    choice: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReqInput:
+    """One prompt, normalised: what every route and every batch line is translated into.
+
+    Exactly one of `text` and `input_ids` is set. `n` choices become a family of jobs over one body.
+    """
+
+    model: str
+    text: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    return_token_ids: bool = False
+    add_special_tokens: bool = True  # False when a chat template has written them already
+    lane: Lane = "std"
+    tenant: str = "default"
+    deadline_s: float = 3600.0
+    request_id: str = ""  # the client's own (X-Request-Id): for logs only, never a key
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParams:
+    """All that a detokenizer must know of a request; kept in the request's hash, beside its state."""
+
+    tokenizer: str  # sha256 of the tokenizer blob
+    prompt_tokens: int
+    prompt_tail: tuple[int, ...] = ()  # the prompt's last ids, up to PROMPT_TAIL: context for spacing and half characters
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    min_new_tokens: int = 0
+    return_logprob: bool = False
+    return_token_ids: bool = False
+
+    def encode(self) -> bytes:
+        return _dump(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> DecodeParams:
+        return _load(cls, _json(data))
+
+
+PROMPT_TAIL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """One choice of one request, as a worker gets it.
+
+    `rid` is ours, never a client's, and never used again. Its family (`n` choices) shares the encoded body; `rid` and
+    `sampling.sampling_seed` of a choice are put in when it is handed over.
+    """
+
+    rid: str
+    model: str
+    pool: str
+    tokenizer: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    return_token_ids: bool = False
+    stream: bool = False
+    lane: Lane = "std"
+    tenant: str = "default"
+    request_id: str = ""
+
+    def decode_params(self) -> DecodeParams:
+        s = self.sampling
+        return DecodeParams(
+            tokenizer=self.tokenizer,
+            prompt_tokens=len(self.input_ids),
+            prompt_tail=self.input_ids[-PROMPT_TAIL:],
+            skip_special_tokens=s.skip_special_tokens,
+            spaces_between_special_tokens=s.spaces_between_special_tokens,
+            stop=s.stop,
+            stop_regex=s.stop_regex,
+            no_stop_trim=s.no_stop_trim,
+            min_new_tokens=s.min_new_tokens,
+            return_logprob=self.return_logprob,
+            return_token_ids=self.return_token_ids,
+        )
+
+    def encode(self) -> bytes:
+        """`version u8 | header length u32 | header JSON | zlib(prompt ids, int64 little-endian)`."""
+        header = _dump(dataclasses.replace(self, input_ids=()))
+        ids = zlib.compress(np.asarray(self.input_ids, dtype="<i8").tobytes(), 1)
+        return struct.pack("<BI", VERSION, len(header)) + header + ids
+
+    @classmethod
+    def decode(cls, data: bytes) -> GenerateJob:
+        """Raises ProtocolError on another version or a damaged body."""
+        try:
+            version, size = struct.unpack_from("<BI", data)
+            if version != VERSION:
+                raise ProtocolError(f"job body of version {version}; this release reads {VERSION}")
+            header = _json(data[5 : 5 + size])
+            ids = np.frombuffer(zlib.decompress(data[5 + size :]), dtype="<i8")
+        except (struct.error, zlib.error, ValueError) as e:
+            raise ProtocolError(f"job body of {len(data)} bytes cannot be read: {e}") from e
+        header["input_ids"] = ids.tolist()
+        return _load(cls, header)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A chosen token's log-probability (natural log) and the most likely ones beside it, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a choice ended. `matched` is the stop string, or the id of the stop or eos token."""
+
+    type: FinishType
+    matched: str | int | None = None
+    message: str | None = None  # for abort and error: what a client may read
+    status: int = 500  # for error: the HTTP status that fits
+
+    def encode(self) -> bytes:
+        return _dump(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Finish:
+        return _load(cls, _json(data))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Tokens `start … start + len(token_ids)` of one choice, from its worker. `finish` comes with the last one."""
+
+    rid: str
+    start: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token where the request asked
+    finish: Finish | None = None
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; on the first chunk only
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A token's log-probability as text: `token` as it decodes alone, `bytes` its own bytes, `top` without tops."""
+
+    token_id: int
+    token: str
+    bytes: tuple[int, ...]
+    logprob: float
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice. `completion_tokens` counts up to and with the token that completes a stop."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text of one choice: its UTF-8 bytes stand at `offset … offset + len(text.encode())` of the whole output.
+
+    Text, `token_ids` and `logprobs` cover the same tokens. `seq` numbers the chunks that end at one byte offset, so
+    that (end, seq) is a total order, and the entry id of the stream.
+    """
+
+    rid: str
+    offset: int  # bytes
+    text: str
+    usage: Usage
+    seq: int = 0
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[TextLogprob, ...] | None = None
+    finish: Finish | None = None
+
+    @property
+    def end(self) -> int:
+        """Byte offset after this chunk."""
+        return self.offset + len(self.text.encode())
+
+    def encode_meta(self) -> bytes:
+        """All but the text and its place, as one line of JSON."""
+        meta = {"usage": self.usage, "token_ids": self.token_ids, "logprobs": self.logprobs, "finish": self.finish}
+        return orjson.dumps({k: v for k, v in meta.items() if v is not None})
+
+    @classmethod
+    def decode(cls, rid: str, offset: int, seq: int, text: bytes, meta: bytes) -> TextChunk:
+        return _load(cls, _json(meta) | {"rid": rid, "offset": offset, "seq": seq, "text": text.decode()})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the other roles know of a model. Permanent; registered by a worker or by `headrace model add`."""
+
+    name: str  # what clients call it
+    pool: str  # the base model whose workers serve it
+    tokenizer: str  # sha256 of tokenizer.json
+    context_length: int  # tokens, prompt and output together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str | None = None
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    architecture: str = ""
+    dtype: str = ""
+    weight_version: str = "default"
+    task: Literal["generate", "embed"] = "generate"
+    created: int = 0  # Unix seconds
+
+    def encode(self) -> bytes:
+        return _dump(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ModelCard:
+        return _load(cls, _json(data))
+
+
+T = TypeVar("T")
+
+# Which fields hold other messages, or tuples of them: `_load` rebuilds these and turns every other list into a tuple.
+_NESTED: dict[tuple[str, str], type] = {}
+
+
+def _nested() -> dict[tuple[str, str], type]:
+    if not _NESTED:
+        _NESTED.update(
+            {
+                ("GenerateJob", "sampling"): SamplingParams,
+                ("TextChunk", "usage"): Usage,
+                ("TextChunk", "finish"): Finish,
+                ("TextChunk", "logprobs"): TextLogprob,
+                ("TextLogprob", "top"): TextLogprob,
+                ("TokenChunk", "finish"): Finish,
+            }
+        )
+    return _NESTED
+
+
+def _dump(message: Any) -> bytes:
+    """A message as JSON, without the fields that stand at their defaults."""
+    out = {
+        f.name: value
+        for f in dataclasses.fields(message)
+        if (value := getattr(message, f.name)) != f.default or f.default is dataclasses.MISSING
+    }
+    return orjson.dumps({"v": VERSION} | out)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as e:
+        raise ProtocolError(f"message is not JSON: {data[:80]!r}") from e
+    if not isinstance(value, dict):
+        raise ProtocolError(f"message is not an object: {data[:80]!r}")
+    if value.get("v", VERSION) != VERSION:
+        raise ProtocolError(f"message of version {value['v']}; this release reads {VERSION}")
+    return value
+
+
+def _load(cls: type[T], raw: dict[str, Any]) -> T:
+    """Build `cls` from decoded JSON: unknown fields are dropped, lists become tuples, nested messages are built."""
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    nested = _nested()
+    out: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in names:
+            continue
+        inner = nested.get((cls.__name__, name))
+        if inner is not None and isinstance(value, list):
+            out[name] = tuple(_load(inner, item) for item in value)
+        elif inner is not None and isinstance(value, dict):
+            out[name] = _load(inner, value)
+        else:
+            out[name] = _tuples(value)
+    try:
+        return cls(**out)
+    except TypeError as e:
+        raise ProtocolError(f"{cls.__name__} lacks a field: {e}") from e
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

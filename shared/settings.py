@@ -1,0 +1,76 @@
+"""Settings: one typed, frozen object per role; every field is a flag and an environment variable of the same name.
+
+`--redis-url URL` is `HEADRACE_REDIS_URL`; the flag wins. A field that takes several values takes the flag several
+times, or the variable with commas. What is wrong is refused at start with a `ConfigError` that names key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict
+
+from .errors import ConfigError
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return tuple(part for item in value for part in str(item).split(",") if part)
+    return value
+
+
+StrTuple = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """Base of the roles' settings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_",
+        frozen=True,
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+
+class StoreSettings(Settings):
+    """What every role needs to find and trust Redis."""
+
+    redis_url: str = Field("", description="redis://, rediss:// or unix:// URL of the queue")
+    control_redis_url: str = Field("", description="Redis of batches, files and RQ; by default the queue's")
+    redis_memory: str = Field("", description="memory Redis may use (2gb) where the server sets no maxmemory")
+    lease_s: float = Field(6.0, ge=0.2, description="seconds until a silent worker's requests move to another")
+    shard_lease_s: float = Field(3.0, ge=0.2, description="seconds until a silent detokenizer's shards move")
+    log_level: str = Field("info", description="debug, info, warning or error")
+    log_json: bool = Field(False, description="one JSON object per log line")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(cls: type[S], argv: Sequence[str], prog: str) -> S:
+    """Read `cls` from flags, then the environment, then its defaults.
+
+    Raises:
+        ConfigError: naming the flag, its variable and the value.
+        SystemExit: after `--help` (0) or an unknown flag (2), as argparse does.
+    """
+    source: CliSettingsSource[Any] = CliSettingsSource(cls, cli_prog_name=prog, cli_parse_args=list(argv))
+    try:
+        return cls(_cli_settings_source=source)
+    except ValidationError as e:
+        raise ConfigError("; ".join(_explain(error) for error in e.errors())) from e
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"][:1])
+    flag, variable = "--" + key.replace("_", "-"), "HEADRACE_" + key.upper()
+    return f"{flag} ({variable}): {error['msg']}, got {error['input']!r}"

@@ -1,0 +1,1 @@
+"""The worker: pulls jobs, generates with continuous batching, publishes token ids."""

@@ -1,0 +1,1 @@
+"""The engine: sequences, blocks, scheduler, model and sampler. Knows nothing of Redis."""

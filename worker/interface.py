@@ -1,0 +1,58 @@
+"""What the worker's loop asks of an engine. The transformers engine and the scripted one both answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..shared.messages import Finish, GenerateJob, ModelCard, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step made for one sequence; empty `token_ids` and no `finish` mean a prefill chunk went by."""
+
+    rid: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+    cached_tokens: int | None = None  # with the first output of a sequence
+
+
+class Engine(Protocol):
+    """Generates for many sequences at once, a step at a time, on the caller's thread.
+
+    `add`, `abort` and `step` are called by one thread. A sequence that has sent a `finish` is forgotten.
+    """
+
+    card: ModelCard
+
+    def add(self, job: GenerateJob, produced: Sequence[int] = ()) -> None:
+        """Take a job. `produced` are output ids published before, by a worker that is gone: they are prefilled as
+        output (penalties, max_new_tokens and sampling position go on from them).
+
+        Raises:
+            InvalidRequest: the job can never run here (its context does not fit, an option is unknown).
+        """
+
+    def abort(self, rid: str) -> None:
+        """Forget a sequence at once; unknown ids are ignored."""
+
+    def step(self) -> list[StepOutput]:
+        """Run one step and say what it made. One that failed for a sequence answers with `Finish("error")`."""
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def free_slots(self) -> int:
+        """How many more sequences `add` takes now without making others wait long."""
+
+    def running(self) -> Sequence[str]:
+        """The rids held, in any order."""
+
+    def check_integrity(self) -> None:
+        """Assert that no block or slot is lost. Called when idle."""
+
+    def close(self) -> None:
+        """Free the device."""
