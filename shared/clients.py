@@ -1,0 +1,92 @@
+"""Connections to Redis, and what stands between them and the rest: no command is ever repeated by the library.
+
+redis-py 8 repeats any command up to ten times, also one that ran and whose reply was lost. Here nothing is repeated
+but the scripts, each of which may run twice and change nothing the second time. Two kinds of connection: for commands,
+with a short limit, and for blocking reads (BLOCK at most a second), each its own.
+
+What Redis may answer, and what is done about it:
+    NOSCRIPT      scripts are gone (restart, SCRIPT FLUSH): loaded again, the whole call repeated
+    LOADING, READONLY, connection lost, timeout: the connection is dropped, the call repeated until its limit
+    OOM           memory is full: `Overloaded` at submit; everything that frees memory goes on (`allow-oom`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import redis
+import redis.asyncio
+import redis.backoff
+import redis.exceptions
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.retry import Retry
+
+from .errors import ConfigError, Overloaded, StoreUnavailable
+
+COMMAND_TIMEOUT_S = 5.0
+BLOCK_MS = 1000  # the longest a blocking read waits; its socket timeout stands well above it
+
+TRANSIENT = (
+    redis.exceptions.ConnectionError,  # LOADING is one of these
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+    OSError,
+)
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {"socket_timeout": COMMAND_TIMEOUT_S, "socket_connect_timeout": 2.0, "client_name": name, "protocol": 2}
+
+
+def connect(url: str, name: str = "headrace") -> redis.Redis:
+    """A client for commands and bounded blocking reads, in bytes; nothing is retried by the library."""
+    try:
+        return redis.Redis.from_url(url, retry=Retry(redis.backoff.NoBackoff(), 0), **_options(name))
+    except ValueError as e:
+        raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
+
+
+def connect_async(url: str, name: str = "headrace", connections: int = 64) -> redis.asyncio.Redis:
+    """The same for asyncio. At most `connections` at once; further calls wait for one, 20 s at most."""
+    try:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=connections, retry=AsyncRetry(redis.backoff.NoBackoff(), 0), **_options(name)
+        )
+    except ValueError as e:
+        raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+class Patience:
+    """Waits between tries of one call, longer each time, until its limit. `limit_s` None waits as long as it takes."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._until = None if limit_s is None else time.monotonic() + limit_s
+        self._pause = 0.02
+
+    def next_pause(self, error: BaseException) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            StoreUnavailable: the limit is over.
+        """
+        if self._until is not None and time.monotonic() + self._pause > self._until:
+            raise StoreUnavailable(f"Redis does not answer: {error}") from error
+        pause, self._pause = self._pause, min(1.0, self._pause * 2)
+        return pause
+
+    def wait(self, error: BaseException) -> None:
+        time.sleep(self.next_pause(error))
+
+    async def wait_async(self, error: BaseException) -> None:
+        await asyncio.sleep(self.next_pause(error))
+
+
+def as_overloaded(error: redis.exceptions.ResponseError) -> Overloaded | None:
+    """What to tell a client when the store's memory is full; None for any other error."""
+    if "OOM" in str(error):
+        return Overloaded("The queue's memory is full; try again later.", retry_after_s=5, code="memory_full")
+    return None

@@ -1,0 +1,124 @@
+"""Every Redis name and lifetime, and what lies under it. The scripts in `lua/` are the only writers of a request.
+
+All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster, one script call.
+
+    key                              type     holds
+    hr:schema                        hash     major version, number of shards (fixed when the store is first used)
+    hr:{s}:tq:<pool>:<lane>:<tenant> list     waiting rids of one tenant
+    hr:{s}:tv:<pool>:<lane>          zset     tenants that wait, by virtual token time
+    hr:{s}:depth:<pool>              hash     lane → waiting; `clock:<lane>` → virtual time of the last one served
+    hr:{s}:jobs:<pool>:<lane>        stream   what workers hold now, group `workers`; one entry per running rid
+    hr:{s}:new:<pool>                stream   hint for idle workers; trimmed
+    hr:{s}:r:<rid>                   hash     the request: fields below
+    hr:{s}:b:<family>                hash     `body` (an encoded GenerateJob) and `left`, the choices not yet done
+    hr:{s}:t:<rid>                   stream   token ids; entry id <tokens so far>-0, end marker <n>-1
+    hr:{s}:x:<rid>                   stream   text; entry id <byte offset after>-<seq>
+    hr:{s}:v:<rid>                   bytes    float32 results that need no detokenizer
+    hr:{s}:wake                      stream   hint for detokenizers: rids that moved; trimmed
+    hr:{s}:n:<reader>                channel  push of text to the api replica that reads
+    hr:{s}:lease                     hash     the detokenizer that owns this shard: owner, epoch, until
+    hr:{s}:act                       zset     unfinished rids by the time (ms) at which they must be looked at again
+    hr:{s}:fin                       zset     '<rid> <bytes>' of finished requests, by the time (ms) their text expires
+    hr:{s}:finb                      string   bytes of text under `fin`
+    hr:{s}:dead                      stream   poison: rid, attempts, last owner; trimmed
+    hr:{s}:count                     hash     counters: retries, takeovers, fenced writes, expired, dead …
+    hr:models                        hash     name → ModelCard
+    hr:blob:<sha256>                 bytes    tokenizers and other files that cards name
+    hr:workers                       zset     process ids of every role by last heartbeat (ms)
+    hr:worker:<id>                   JSON     what that process says of itself; expires
+    hr:batch:*, hr:file:*            …        on the control Redis: api/batches and api/files
+
+Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
+    st   q waiting · run at a worker · gd generated, text not all out · done
+    n    tokens produced          c   tokens consumed by the detokenizer      o   bytes of text published
+    xk   seq of the last text entry at offset o
+    ep   epoch: counts claims      ow  owner (uuid of a worker process)       lu  lease until
+    cn   n at the last claim       att claims in a row that made no token     jid entry in `jobs`
+    cx   a Finish: end at the next append                                    dl  deadline
+    pl, ln, tn  pool, lane, tenant     ct cost in tokens for fairness        sd  seed
+    rd   reader lease until        to  reader: the api replica to push to     kp  ms to keep the text once done
+    dc   DecodeParams              ds  the detokenizer's state as of c and o
+"""
+
+from __future__ import annotations
+
+from .messages import Lane
+
+SCHEMA_MAJOR = 1
+DEFAULT_SHARDS = 8
+
+SCHEMA = "hr:schema"
+MODELS = "hr:models"
+WORKERS = "hr:workers"
+GROUP = "workers"
+
+# Lifetimes, in ms.
+KEEP_STREAM_MS = 600_000  # text of a finished stream: a client may come back for it
+KEEP_WHOLE_MS = 30_000  # text of a finished request that was not streamed: only a repair reads it again
+PROCESS_TTL_MS = 15_000  # a process that says nothing for so long is gone
+MAX_ATTEMPTS = 3
+
+
+def prefix(shard: int) -> str:
+    """What every key of a shard begins with; also the routing key of its scripts."""
+    return f"hr:{{{shard}}}:"
+
+
+def request(shard: int, rid: str) -> str:
+    return f"{prefix(shard)}r:{rid}"
+
+
+def tokens(shard: int, rid: str) -> str:
+    return f"{prefix(shard)}t:{rid}"
+
+
+def text(shard: int, rid: str) -> str:
+    return f"{prefix(shard)}x:{rid}"
+
+
+def wake(shard: int) -> str:
+    return f"{prefix(shard)}wake"
+
+
+def lease(shard: int) -> str:
+    return f"{prefix(shard)}lease"
+
+
+def active(shard: int) -> str:
+    return f"{prefix(shard)}act"
+
+
+def dead(shard: int) -> str:
+    return f"{prefix(shard)}dead"
+
+
+def counters(shard: int) -> str:
+    return f"{prefix(shard)}count"
+
+
+def new_jobs(shard: int, pool: str) -> str:
+    return f"{prefix(shard)}new:{pool}"
+
+
+def jobs(shard: int, pool: str, lane: Lane) -> str:
+    return f"{prefix(shard)}jobs:{pool}:{lane}"
+
+
+def tenants(shard: int, pool: str, lane: Lane) -> str:
+    return f"{prefix(shard)}tv:{pool}:{lane}"
+
+
+def depth(shard: int, pool: str) -> str:
+    return f"{prefix(shard)}depth:{pool}"
+
+
+def reader_channel(shard: int, reader: str) -> str:
+    return f"{prefix(shard)}n:{reader}"
+
+
+def blob(sha256: str) -> str:
+    return f"hr:blob:{sha256}"
+
+
+def worker(process_id: str) -> str:
+    return f"hr:worker:{process_id}"

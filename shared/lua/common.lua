@@ -1,0 +1,76 @@
+-- Put before every script. KEYS[1] is the shard's prefix `hr:{s}:`; every other key is built from it, in the same slot.
+local P = KEYS[1]
+local GROUP = 'workers'
+
+local function clock_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function count(what, by)
+  redis.call('HINCRBY', P .. 'count', what, by or 1)
+end
+
+-- A request's hash as a table; nil when there is none.
+local function load(rid)
+  local flat = redis.call('HGETALL', P .. 'r:' .. rid)
+  if #flat == 0 then return nil end
+  local h = {}
+  for i = 1, #flat, 2 do h[flat[i]] = flat[i + 1] end
+  return h
+end
+
+local function wake(rids)
+  redis.call('XADD', P .. 'wake', 'MAXLEN', '~', 1000, '*', 'r', rids)
+end
+
+-- The earliest time at which somebody must look at a request again.
+local function due(h, now)
+  local at = tonumber(h.dl)
+  if h.rd ~= '' and tonumber(h.rd) < at then at = tonumber(h.rd) end
+  if h.st == 'run' and tonumber(h.lu) < at then at = tonumber(h.lu) end
+  if at <= now then at = now + 1000 end
+  return at
+end
+
+-- Take a request out of the workers' stream. The entry is acknowledged and deleted here and nowhere else.
+local function drop_job(h)
+  if h.jid == '' then return end
+  local jobs = P .. 'jobs:' .. h.pl .. ':' .. h.ln
+  redis.call('XACK', jobs, GROUP, h.jid)
+  redis.call('XDEL', jobs, h.jid)
+end
+
+-- Let a request wait for a worker. `front`: it has waited before and goes first.
+local function enqueue(rid, h, front)
+  local queue = P .. 'tq:' .. h.pl .. ':' .. h.ln .. ':' .. h.tn
+  local vtimes, depth = P .. 'tv:' .. h.pl .. ':' .. h.ln, P .. 'depth:' .. h.pl
+  redis.call(front and 'LPUSH' or 'RPUSH', queue, rid)
+  redis.call('HINCRBY', depth, h.ln, 1)
+  if not redis.call('ZSCORE', vtimes, h.tn) then
+    -- A tenant that comes back starts at the present virtual time: idling earns no credit.
+    redis.call('ZADD', vtimes, redis.call('HGET', depth, 'clock:' .. h.ln) or 0, h.tn)
+  end
+  redis.call('XADD', P .. 'new:' .. h.pl, 'MAXLEN', '~', 16, '*', 'l', h.ln)
+end
+
+local function dequeue(rid, h)
+  if redis.call('LREM', P .. 'tq:' .. h.pl .. ':' .. h.ln .. ':' .. h.tn, 1, rid) > 0 then
+    redis.call('HINCRBY', P .. 'depth:' .. h.pl, h.ln, -1)
+  end
+end
+
+-- End the generation of a request: its end marker goes behind its tokens, and the detokenizer does the rest.
+local function finish(rid, h, fin)
+  redis.call('XADD', P .. 't:' .. rid, h.n .. '-1', 'fin', fin)
+  drop_job(h)
+  redis.call('HSET', P .. 'r:' .. rid, 'st', 'gd', 'jid', '', 'ow', '')
+  wake(rid)
+end
+
+-- Give a request back to the queue; what it has published stays and is continued.
+local function requeue(rid, h)
+  drop_job(h)
+  redis.call('HSET', P .. 'r:' .. rid, 'st', 'q', 'jid', '', 'ow', '', 'lu', 0)
+  enqueue(rid, h, true)
+end

@@ -1,0 +1,58 @@
+-- pull: choose lane and tenant now, when there is room, hand over and claim.
+-- ARGV: pool owner consumer slots lease_ms lane…
+-- Replies a list of {rid, epoch, tokens published, attempts, seed, body}.
+local pool, owner, consumer, slots = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local now, out = clock_ms(), {}
+
+local function next_waiting(lane)
+  local vtimes, depth = P .. 'tv:' .. pool .. ':' .. lane, P .. 'depth:' .. pool
+  while true do
+    local first = redis.call('ZRANGE', vtimes, 0, 0, 'WITHSCORES')
+    if #first == 0 then return nil end
+    local tenant, vtime = first[1], first[2]
+    local rid = redis.call('LPOP', P .. 'tq:' .. pool .. ':' .. lane .. ':' .. tenant)
+    if not rid then
+      redis.call('ZREM', vtimes, tenant)
+    else
+      redis.call('HINCRBY', depth, lane, -1)
+      redis.call('HSET', depth, 'clock:' .. lane, vtime)
+      local h = load(rid)
+      if h and h.st == 'q' then
+        redis.call('ZINCRBY', vtimes, h.ct, tenant)
+        return rid, h
+      end
+    end
+  end
+end
+
+local function claim(rid, h, lane, body)
+  local jobs = P .. 'jobs:' .. pool .. ':' .. lane
+  redis.pcall('XGROUP', 'CREATE', jobs, GROUP, '0', 'MKSTREAM')
+  local jid = redis.call('XADD', jobs, '*', 'r', rid)
+  redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', jobs, '>')
+  local epoch = h.ep + 1
+  h.st, h.lu = 'run', now + ARGV[5]
+  redis.call('HSET', P .. 'r:' .. rid, 'st', 'run', 'ep', epoch, 'ow', owner, 'lu', h.lu, 'cn', h.n, 'jid', jid)
+  redis.call('ZADD', P .. 'act', due(h, now), rid)
+  if epoch > 1 then count('takeovers') end
+  out[#out + 1] = {rid, epoch, tonumber(h.n), tonumber(h.att), tonumber(h.sd), body}
+end
+
+for i = 6, #ARGV do
+  while #out < slots do
+    local rid, h = next_waiting(ARGV[i])
+    if not rid then break end
+    local body = redis.call('HGET', P .. 'b:' .. string.match(rid, '^(.*)%.'), 'body')
+    if h.cx ~= '' then
+      finish(rid, h, h.cx)
+    elseif tonumber(h.dl) <= now then
+      count('expired')
+      finish(rid, h, '{"type":"error","status":504,"message":"The request waited past its deadline."}')
+    elseif not body then
+      finish(rid, h, '{"type":"error","status":500,"message":"The request body was lost; send it again."}')
+    else
+      claim(rid, h, ARGV[i], body)
+    end
+  end
+end
+return out

@@ -1,0 +1,178 @@
+"""Calls of the Lua scripts in `lua/`, singly and many in one round trip.
+
+Every script takes one key, the shard's prefix, and is idempotent: `call` repeats it over lost connections until its
+limit, and a repeat changes nothing. Replies of scripts are raised as errors only when every try has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import redis
+import redis.asyncio
+import redis.exceptions
+
+from . import keys
+from .clients import TRANSIENT, Patience
+
+NAMES = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
+
+Arg = str | bytes | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One script call: its name, the shard it runs in, its ARGV."""
+
+    script: str
+    shard: int
+    args: Sequence[Arg]
+
+
+@cache
+def source(name: str) -> str:
+    """The text of a script: its flags line, the common part, its own."""
+    folder = files(__package__) / "lua"
+    own = (folder / f"{name}.lua").read_text()
+    flags, _, rest = own.partition("\n") if own.startswith("#!") else ("#!lua", "", own)
+    return f"{flags}\n{(folder / 'common.lua').read_text()}\n{rest}"
+
+
+@cache
+def digest(name: str) -> str:
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def _command(call: Call) -> tuple[Arg, ...]:
+    return ("EVALSHA", digest(call.script), 1, keys.prefix(call.shard), *call.args)
+
+
+class Scripts:
+    """Script calls over a synchronous client. One thread.
+
+    Args:
+        client: of `clients.connect`.
+        limit_s: how long a call may be repeated while Redis does not answer; None for ever.
+        on_outage: called each time Redis did not answer, before the wait.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        limit_s: float | None = None,
+        on_outage: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._limit_s = limit_s
+        self._on_outage = on_outage or (lambda error: None)
+        self._connection: Any = None  # the one that a `begin` waits on
+
+    def call(self, call: Call) -> Any:
+        return self.call_many([call])[0]
+
+    def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """Run the calls in one round trip, in order.
+
+        Raises:
+            StoreUnavailable: Redis did not answer within the limit.
+            redis.exceptions.ResponseError: a script was refused (memory full) or is wrong.
+        """
+        patience = Patience(self._limit_s)
+        while True:
+            try:
+                self.begin(calls)
+                return self._receive(calls)
+            except TRANSIENT as e:
+                self._drop()
+                self._on_outage(e)
+                patience.wait(e)
+
+    def begin(self, calls: Sequence[Call]) -> None:
+        """Send the calls and come back at once: Redis works while the caller does. `finish` takes the replies."""
+        if self._connection is None:
+            self._connection = self._client.connection_pool.get_connection()
+        self._connection.send_packed_command(self._connection.pack_commands([_command(c) for c in calls]))
+
+    def finish(self, calls: Sequence[Call]) -> list[Any]:
+        """The replies to a `begin` of the same calls; over a lost connection they are sent again."""
+        try:
+            return self._receive(calls)
+        except TRANSIENT as e:
+            self._drop()
+            self._on_outage(e)
+            return self.call_many(calls)
+
+    def _receive(self, calls: Sequence[Call]) -> list[Any]:
+        if self._connection is None:
+            raise redis.exceptions.ConnectionError("the connection was lost before the replies")
+        replies = [self._reply() for _ in calls]
+        if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
+            self._load()
+            self.begin(calls)
+            replies = [self._reply() for _ in calls]
+        self._give_back()
+        for reply in replies:
+            if isinstance(reply, redis.exceptions.ResponseError):
+                raise reply
+        return replies
+
+    def _reply(self) -> Any:
+        try:
+            return self._connection.read_response()
+        except redis.exceptions.ReadOnlyError:
+            raise  # a replica answers: drop the connection and find the master
+        except redis.exceptions.ResponseError as e:
+            return e
+
+    def _load(self) -> None:
+        for name in NAMES:
+            self._client.script_load(source(name))
+
+    def _give_back(self) -> None:
+        connection, self._connection = self._connection, None
+        self._client.connection_pool.release(connection)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.disconnect()
+            self._give_back()
+
+
+class AsyncScripts:
+    """Script calls over an asyncio client, from any task."""
+
+    def __init__(self, client: redis.asyncio.Redis, limit_s: float | None = 5.0) -> None:
+        self._client = client
+        self._limit_s = limit_s
+
+    async def call(self, call: Call) -> Any:
+        return (await self.call_many([call]))[0]
+
+    async def call_many(self, calls: Sequence[Call]) -> list[Any]:
+        """As `Scripts.call_many`."""
+        patience = Patience(self._limit_s)
+        while True:
+            try:
+                return await self._try(calls)
+            except TRANSIENT as e:
+                await patience.wait_async(e)
+
+    async def _try(self, calls: Sequence[Call]) -> list[Any]:
+        for last in (False, True):
+            pipe = self._client.pipeline(transaction=False)
+            for call in calls:
+                pipe.execute_command(*_command(call))
+            replies = await pipe.execute(raise_on_error=False)
+            if last or not any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
+                break
+            for name in NAMES:
+                await self._client.script_load(source(name))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies

