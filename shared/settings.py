@@ -24,6 +24,8 @@ def _split(value: Any) -> Any:
 
 
 StrTuple = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+IntTuple = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split)]
+FloatTuple = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split)]
 
 
 class Settings(BaseSettings):
@@ -67,10 +69,10 @@ def load(cls: type[S], argv: Sequence[str], prog: str) -> S:
     try:
         return cls(_cli_settings_source=source)
     except ValidationError as e:
-        raise ConfigError("; ".join(_explain(error) for error in e.errors())) from e
+        raise ConfigError("; ".join(_explain(cls, error) for error in e.errors())) from e
 
 
-def _explain(error: Any) -> str:
+def _explain(cls: type[Settings], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"][:1])
-    flag, variable = "--" + key.replace("_", "-"), "HEADRACE_" + key.upper()
+    flag, variable = "--" + key.replace("_", "-"), cls.model_config.get("env_prefix", "") + key.upper()
     return f"{flag} ({variable}): {error['msg']}, got {error['input']!r}"
