@@ -98,6 +98,13 @@ class Scripts:
             self._connection = self._client.connection_pool.get_connection()
         self._connection.send_packed_command(self._connection.pack_commands([_command(c) for c in calls]))
 
+    def begin_quietly(self, calls: Sequence[Call]) -> None:
+        """`begin`, but a lost connection shows only in `finish`, which sends again."""
+        try:
+            self.begin(calls)
+        except TRANSIENT:
+            self._drop()
+
     def finish(self, calls: Sequence[Call]) -> list[Any]:
         """The replies to a `begin` of the same calls; over a lost connection they are sent again."""
         try:

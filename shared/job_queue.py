@@ -1,0 +1,236 @@
+"""The job queue: who waits, who runs, who gives up. Synchronous for workers and detokenizers, asyncio for the api.
+
+A request waits in its tenant's list; `pull` moves it to the workers' stream and claims it in one step, so that lane and
+tenant are chosen when there is room, not at arrival. It leaves the stream in one of four ways: its end was written
+(`append`), its text is out (`publish`), it was given back (`release`), or its worker's lease ran out (`sweep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import redis
+import redis.asyncio
+import redis.exceptions
+
+from . import keys
+from .clients import as_overloaded
+from .errors import InvalidRequest, Overloaded, ProtocolError, StoreUnavailable, Unavailable
+from .ids import choices, shard_in
+from .messages import LANES, Finish, GenerateJob, Lane
+from .scripts import AsyncScripts, Call, Scripts
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job in a worker's hands. `produced` tokens are published already; `attempts` earlier claims made none."""
+
+    job: GenerateJob
+    epoch: int
+    produced: int
+    attempts: int
+
+
+def by_shard(rids: Iterable[str]) -> list[tuple[int, list[str]]]:
+    """The rids grouped by shard."""
+    return [(shard, list(group)) for shard, group in groupby(sorted(rids, key=shard_in), shard_in)]
+
+
+class JobQueue:
+    """The worker's and the detokenizer's side. Waits for Redis as long as it takes."""
+
+    def __init__(self, client: redis.Redis, scripts: Scripts, shards: int) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._shards = shards
+        self._first = 0  # the shard to ask first next time: none is favoured
+
+    def pull(self, pool: str, *, owner: str, consumer: str, slots: int, lease_s: float) -> list[Claim]:
+        """Claim up to `slots` waiting jobs, lane by lane over all shards.
+
+        A body that cannot be read is poison: its client is answered, and it is not returned.
+        """
+        claims: list[Claim] = []
+        for lane, shard in self._waiting(pool):
+            if len(claims) >= slots:
+                break
+            args = (pool, owner, consumer, slots - len(claims), int(lease_s * 1000), lane)
+            for reply in self._scripts.call(Call("pull", shard, args)):
+                claim = self._claim(owner, reply)
+                if claim is not None:
+                    claims.append(claim)
+        return claims
+
+    def _waiting(self, pool: str) -> list[tuple[Lane, int]]:
+        """Lanes and shards in which somebody waits, interactive lanes first."""
+        shards = [(self._first + i) % self._shards for i in range(self._shards)]
+        self._first = (self._first + 1) % self._shards
+        places = [(lane, shard) for lane in LANES for shard in shards]
+        pipe = self._client.pipeline(transaction=False)
+        for lane, shard in places:
+            pipe.exists(keys.tenants(shard, pool, lane))
+        return [place for place, there in zip(places, pipe.execute(), strict=True) if there]
+
+    def _claim(self, owner: str, reply: Sequence[bytes | int]) -> Claim | None:
+        rid_raw, epoch, produced, attempts, seed, body = reply
+        assert isinstance(rid_raw, bytes) and isinstance(body, bytes)
+        rid = rid_raw.decode()
+        try:
+            job = GenerateJob.decode(body)
+        except ProtocolError as e:
+            self.fail(owner, rid, int(epoch), int(produced), Finish("error", message=f"The job cannot be read: {e}"))
+            return None
+        sampling = replace(job.sampling, sampling_seed=int(seed))
+        return Claim(replace(job, rid=rid, sampling=sampling), int(epoch), int(produced), int(attempts))
+
+    def fail(self, owner: str, rid: str, epoch: int, produced: int, finish: Finish) -> None:
+        """End a request that this owner holds, after its `produced` tokens."""
+        args = (owner, 0, rid, epoch, produced, 0, "", "", "", finish.encode())
+        self._scripts.call(Call("append", shard_in(rid), args))
+
+    def release(self, owner: str, held: Iterable[tuple[str, int]]) -> int:
+        """Give jobs (rid, epoch) back to the queue, free of charge. Returns how many were still ours."""
+        calls = [
+            Call("release", shard, (owner, *(part for rid, epoch in group for part in (rid, epoch))))
+            for shard, group in groupby(sorted(held, key=lambda h: shard_in(h[0])), lambda h: shard_in(h[0]))
+        ]
+        return sum(self._scripts.call_many(calls)) if calls else 0
+
+    def recover(self, pool: str, *, owner: str, consumer: str, held: Iterable[str]) -> int:
+        """Give back what was claimed for us by a pull whose reply was lost. Returns how many.
+
+        Call after an outage: such requests would otherwise wait for their lease to run out, and be charged.
+        """
+        known, lost = set(held), []
+        for shard in range(self._shards):
+            for lane in LANES:
+                stream = keys.jobs(shard, pool, lane)
+                for entry in self._pending(stream, consumer):
+                    for _, fields in self._client.xrange(stream, entry, entry):
+                        rid = fields[b"r"].decode()
+                        if rid not in known:
+                            lost.append(rid)
+        calls = [
+            Call("release", shard, (owner, *(part for rid in group for part in (rid, ""))))
+            for shard, group in by_shard(lost)
+        ]
+        return sum(self._scripts.call_many(calls)) if calls else 0
+
+    def _pending(self, stream: str, consumer: str) -> list[bytes]:
+        try:
+            pending = self._client.xpending_range(stream, keys.GROUP, "-", "+", 1000, consumername=consumer)
+        except redis.exceptions.ResponseError as e:
+            if "NOGROUP" in str(e):
+                return []  # nothing was ever handed over in this lane
+            raise
+        return [entry["message_id"] for entry in pending]
+
+    def cancel(self, rids: Iterable[str], finish: Finish) -> int:
+        """End requests. Returns how many were still generating."""
+        calls = [Call("cancel", shard, (finish.encode(), *group)) for shard, group in by_shard(rids)]
+        return sum(self._scripts.call_many(calls)) if calls else 0
+
+    def sweep(self, shard: int, *, reclaim: bool, text_budget: int, limit: int = 200) -> bool:
+        """Look at what is due in a shard: lost workers, gone readers, deadlines, finished text over its budget.
+
+        Args:
+            reclaim: False for one lease after a (re)connect: idle times ran on while Redis was away.
+            text_budget: bytes of finished text to keep in this shard.
+
+        Returns:
+            Whether there may be more to look at.
+        """
+        args = (limit, int(reclaim), keys.MAX_ATTEMPTS, text_budget)
+        return int(self._scripts.call(Call("sweep", shard, args))) >= limit
+
+
+class AsyncJobQueue:
+    """The api's and the batch driver's side. A call gives up after a few seconds: a client waits.
+
+    Args:
+        max_waiting: how many choices may wait in one lane of one pool, in all.
+        max_waiting_tenant: the same for one tenant.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, shards: int, *, max_waiting: int = 10_000, max_waiting_tenant: int = 10_000
+    ) -> None:
+        self._client = client
+        self._scripts = AsyncScripts(client)
+        self.shards = shards
+        # Requests spread over the shards by hash, so a shard's share has room for an uneven hand.
+        self._max_lane = max(64, 2 * max_waiting // shards)
+        self._max_tenant = max(64, 2 * max_waiting_tenant // shards)
+
+    async def submit(
+        self,
+        job: GenerateJob,
+        *,
+        n: int = 1,
+        deadline_s: float,
+        reader_lease_s: float | None,
+        keep_s: float,
+        reader: str = "",
+    ) -> tuple[str, ...]:
+        """Accept a family of `n` choices. Submitting the same family again changes nothing.
+
+        Args:
+            job: its `rid` is the family's id, its `sampling.sampling_seed` that of choice 0.
+            reader_lease_s: the request is cancelled when nobody has touched it for so long; None: it has no reader.
+            keep_s: how long the text stays once the request is done.
+            reader: name of the api replica to push text to.
+
+        Returns:
+            The rids of the choices.
+
+        Raises:
+            Overloaded: the queue or the memory is full.
+            Unavailable: Redis does not answer.
+        """
+        shard, seed = shard_in(job.rid), job.sampling.sampling_seed
+        if seed is None:
+            raise InvalidRequest("A job has no seed: the api chooses one.", param="seed")
+        expected = min(job.sampling.max_new_tokens or 0, 512)  # the most that fairness charges in advance
+        lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
+        args = (
+            *(job.rid, n, job.pool, job.lane, job.tenant, int(deadline_s * 1000), lease, int(keep_s * 1000), reader),
+            *(len(job.input_ids) + expected, seed, self._max_lane, self._max_tenant),
+            *(job.decode_params().encode(), job.encode()),
+        )
+        try:
+            reply = await self._scripts.call(Call("submit", shard, args))
+        except redis.exceptions.ResponseError as e:
+            overloaded = as_overloaded(e)
+            raise overloaded or e from e
+        except StoreUnavailable as e:
+            raise Unavailable("The queue does not answer; try again later.") from e
+        if reply[0] == b"full":
+            raise Overloaded(f"The queue is full: {reply[1]} requests wait; try again later.", retry_after_s=2)
+        return choices(job.rid, n)
+
+    async def cancel(self, rids: Iterable[str], reason: str = "The request was cancelled.") -> int:
+        """End requests. Returns how many were still generating."""
+        finish = Finish("abort", message=reason).encode()
+        calls = [Call("cancel", shard, (finish, *group)) for shard, group in by_shard(rids)]
+        return sum(await self._scripts.call_many(calls)) if calls else 0
+
+    async def touch(self, rids: Iterable[str], *, reader_lease_s: float | None, reader: str) -> dict[str, bool]:
+        """Renew the reader leases and have text pushed to `reader`. Returns which requests are still there."""
+        lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
+        groups = by_shard(rids)
+        replies = await self._scripts.call_many([Call("touch", s, (lease, reader, *group)) for s, group in groups])
+        return {
+            rid: bool(there)
+            for (_, group), reply in zip(groups, replies, strict=True)
+            for rid, there in zip(group, reply, strict=True)
+        }
+
+    async def waiting(self, pool: str) -> dict[str, int]:
+        """How many choices wait, by lane."""
+        pipe = self._client.pipeline(transaction=False)
+        for shard in range(self.shards):
+            pipe.hmget(keys.depth(shard, pool), *LANES)
+        rows = await pipe.execute()
+        return {lane: sum(int(row[i] or 0) for row in rows) for i, lane in enumerate(LANES)}

@@ -1,0 +1,179 @@
+"""What is registered in Redis: models, their files, and the processes of the deployment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import orjson
+import redis
+import redis.asyncio
+
+from . import keys
+from .errors import ModelNotFound, ProtocolError
+from .messages import ModelCard
+
+Role = Literal["api", "worker", "detok", "batch"]
+State = Literal["starting", "ready", "draining", "stuck"]
+
+
+def register_model(client: redis.Redis, card: ModelCard, tokenizer: bytes) -> None:
+    """Make a model known for good: its card by name, its tokenizer by content.
+
+    Raises:
+        ProtocolError: `card.tokenizer` is not the hash of `tokenizer`.
+    """
+    if hashlib.sha256(tokenizer).hexdigest() != card.tokenizer:
+        raise ProtocolError(f"the card of {card.name} names another tokenizer than the one given")
+    client.set(keys.blob(card.tokenizer), tokenizer)
+    client.hset(keys.MODELS, card.name, card.encode().decode())
+
+
+class ModelRegistry:
+    """Model cards and blobs, read by the api. Cards are kept for a second, blobs (content-addressed) for good."""
+
+    CARD_TTL_S = 1.0
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._cards: dict[str, ModelCard] = {}
+        self._read_at = float("-inf")
+        self._blobs: dict[str, bytes] = {}
+
+    async def all(self) -> dict[str, ModelCard]:
+        """Every registered model by name."""
+        if time.monotonic() - self._read_at > self.CARD_TTL_S:
+            raw = await self._client.hgetall(keys.MODELS)
+            self._cards = {name.decode(): ModelCard.decode(card) for name, card in sorted(raw.items())}
+            self._read_at = time.monotonic()
+        return self._cards
+
+    async def get(self, name: str) -> ModelCard:
+        """Raises ModelNotFound."""
+        cards = await self.all()
+        if name not in cards:
+            known = ", ".join(f"'{card}'" for card in cards) or "none yet"
+            raise ModelNotFound(f"The model '{name}' does not exist. Registered models: {known}.", param="model")
+        return cards[name]
+
+    async def blob(self, sha256: str) -> bytes:
+        """A file that a card names.
+
+        Raises:
+            ProtocolError: it is not in the store.
+        """
+        if sha256 not in self._blobs:
+            data = await self._client.get(keys.blob(sha256))
+            if data is None:
+                raise ProtocolError(f"blob {sha256} is not in the store; start a worker of the model again")
+            self._blobs[sha256] = data
+        return self._blobs[sha256]
+
+
+def get_blob(client: redis.Redis, sha256: str) -> bytes:
+    """The synchronous twin of `ModelRegistry.blob`."""
+    data = client.get(keys.blob(sha256))
+    if not isinstance(data, bytes):
+        raise ProtocolError(f"blob {sha256} is not in the store; start a worker of the model again")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """What one process says of itself. `started_at` is in Unix seconds."""
+
+    role: Role
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    state: State = "starting"
+    model: str | None = None
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    extra: Mapping[str, Any] = field(default_factory=dict)  # load, versions, what else a role reports
+
+    def encode(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> ProcessInfo:
+        raw = orjson.loads(data)
+        return cls(**{name: value for name, value in raw.items() if name in cls.__slots__})
+
+
+class Membership:
+    """One process's place among the others: say `beat` at least every few seconds, from the loop that does the work.
+
+    A process that says nothing for `keys.PROCESS_TTL_MS` is no longer listed.
+    """
+
+    BEAT_EVERY_S = 2.0
+
+    def __init__(self, info: ProcessInfo) -> None:
+        self.info = info
+        self._next = float("-inf")
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def update(self, state: State | None = None, **extra: Any) -> None:
+        """Change what is said; the next `beat` says it at once."""
+        if state is not None and state != self.info.state:
+            self.info = replace(self.info, state=state)
+            self._next = float("-inf")
+        if extra:
+            self.info = replace(self.info, extra={**self.info.extra, **extra})
+
+    def _write(self, pipe: Any, ttl_ms: int) -> None:
+        pipe.set(keys.worker(self.info.id), self.info.encode(), px=ttl_ms)
+        pipe.zadd(keys.WORKERS, {self.info.id: int(time.time() * 1000)})
+        self._next = time.monotonic() + self.BEAT_EVERY_S
+
+    def beat(self, client: redis.Redis, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
+        """Say that we live. A long `ttl_ms` covers the loading of a model."""
+        pipe = client.pipeline(transaction=False)
+        self._write(pipe, ttl_ms)
+        pipe.execute()
+
+    async def beat_async(self, client: redis.asyncio.Redis, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
+        pipe = client.pipeline(transaction=False)
+        self._write(pipe, ttl_ms)
+        await pipe.execute()
+
+    def leave(self, client: redis.Redis) -> None:
+        """Be listed no more."""
+        client.delete(keys.worker(self.info.id))
+        client.zrem(keys.WORKERS, self.info.id)
+
+    async def leave_async(self, client: redis.asyncio.Redis) -> None:
+        await client.delete(keys.worker(self.info.id))
+        await client.zrem(keys.WORKERS, self.info.id)
+
+
+def _parse(ids: list[bytes], values: list[bytes | None]) -> tuple[list[ProcessInfo], list[bytes]]:
+    live = [ProcessInfo.decode(value) for value in values if value is not None]
+    gone = [process_id for process_id, value in zip(ids, values, strict=True) if value is None]
+    return sorted(live, key=lambda p: (p.role, p.started_at, p.id)), gone
+
+
+def processes(client: redis.Redis) -> list[ProcessInfo]:
+    """Every live process of the deployment; those that went without leaving are taken off the list."""
+    ids = client.zrange(keys.WORKERS, 0, -1)
+    live, gone = _parse(ids, client.mget([keys.worker(i.decode()) for i in ids]) if ids else [])
+    if gone:
+        client.zrem(keys.WORKERS, *gone)
+    return live
+
+
+async def processes_async(client: redis.asyncio.Redis) -> list[ProcessInfo]:
+    """The asynchronous twin of `processes`."""
+    ids = await client.zrange(keys.WORKERS, 0, -1)
+    live, gone = _parse(ids, await client.mget([keys.worker(i.decode()) for i in ids]) if ids else [])
+    if gone:
+        await client.zrem(keys.WORKERS, *gone)
+    return live

@@ -1,0 +1,181 @@
+"""Following text in an api replica or a batch driver: pushed by hint, repaired by reading, in order, without gaps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import redis.asyncio
+
+from . import keys
+from .clients import TRANSIENT
+from .errors import ProtocolError, StreamGone
+from .ids import shard_in
+from .messages import TextChunk
+from .text_stream import Position, decode_entry, decode_push
+
+log = logging.getLogger(__name__)
+
+REPAIR_EVERY_S = 1.0  # a choice that was quiet for so long is read from its stream
+TOUCH_EVERY_S = 5.0
+
+
+class Following:
+    """The choices of one client's request, from given positions on. Iterate it once; it ends with the last choice."""
+
+    def __init__(self, positions: dict[str, Position]) -> None:
+        self.positions = positions
+        self.open = set(positions)
+        self._ready: asyncio.Queue[TextChunk | Exception] = asyncio.Queue()
+
+    def offer(self, chunk: TextChunk, before: Position) -> bool:
+        """Take a chunk that stands at `before`; False when something between is missing."""
+        here = self.positions[chunk.rid]
+        after = Position(chunk.end, chunk.seq)
+        if after <= here or chunk.rid not in self.open:
+            return True
+        if before != here:
+            return False
+        self._take(chunk, after)
+        return True
+
+    def read(self, chunk: TextChunk, after: Position) -> None:
+        """Take a chunk that was read from the stream behind our position: nothing can be missing."""
+        if after > self.positions[chunk.rid] and chunk.rid in self.open:
+            self._take(chunk, after)
+
+    def _take(self, chunk: TextChunk, after: Position) -> None:
+        self.positions[chunk.rid] = after
+        if chunk.finish is not None:
+            self.open.discard(chunk.rid)
+        self._ready.put_nowait(chunk)
+
+    def fail(self, error: Exception) -> None:
+        self.open.clear()
+        self._ready.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator[TextChunk]:
+        while self.open or not self._ready.empty():
+            item = await self._ready.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+class TextFeed:
+    """All that one process follows. Use as an async context manager; `follow` from any task.
+
+    Args:
+        name: this process's, unique: the channel that text is pushed to, and `reader` at submit.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, shards: int, name: str) -> None:
+        self._client = client
+        self._shards = shards
+        self.name = name
+        self._by_rid: dict[str, Following] = {}
+        self._quiet: set[str] = set()  # followed rids that were not pushed to since the last repair
+        self._behind: set[str] = set()  # a push showed that something before it is missing
+        self._repair_now = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> TextFeed:
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._repair())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def follow(
+        self, rids: Iterable[str], after: Mapping[str, Position] | None = None
+    ) -> AsyncIterator[Following]:
+        """Chunks of these choices, each choice's in order, from `after` on (from the start by default).
+
+        Iterating raises StreamGone when a request is not there (any more): it ended long ago, or never was.
+        """
+        following = Following({rid: (after or {}).get(rid, Position()) for rid in rids})
+        self._by_rid.update(dict.fromkeys(following.positions, following))
+        if after is not None:
+            self._ask(following.positions)  # what came before is in the stream, not pushed again
+        try:
+            yield following
+        finally:
+            for rid in following.positions:
+                self._by_rid.pop(rid, None)
+                self._quiet.discard(rid)
+                self._behind.discard(rid)
+
+    def _ask(self, rids: Iterable[str]) -> None:
+        self._behind.update(rids)
+        self._repair_now.set()
+
+    async def _listen(self) -> None:
+        """Hear pushes for ever. What is said while we are not connected is repaired."""
+        pause = 0.05
+        while True:
+            try:
+                async with self._client.pubsub(ignore_subscribe_messages=True) as channels:
+                    await channels.subscribe(*(keys.reader_channel(s, self.name) for s in range(self._shards)))
+                    self._ask(list(self._by_rid))
+                    pause = 0.05
+                    while True:
+                        message = await channels.get_message(timeout=1.0)
+                        if message is not None:
+                            self._hear(message)
+            except TRANSIENT as e:
+                log.warning("text pushes stopped, reading instead: %s", e)
+                await asyncio.sleep(pause)
+                pause = min(1.0, pause * 2)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        try:
+            chunk, before = decode_push(message["data"])
+        except ProtocolError as e:
+            log.error("%s", e)
+            return
+        following = self._by_rid.get(chunk.rid)
+        if following is None:
+            return
+        self._quiet.discard(chunk.rid)
+        if not following.offer(chunk, before):
+            self._ask([chunk.rid])
+
+    async def _repair(self) -> None:
+        """Read the streams of those that are behind, at once, and of the quiet ones, every second."""
+        while True:
+            try:
+                async with asyncio.timeout(REPAIR_EVERY_S):
+                    await self._repair_now.wait()
+            except TimeoutError:
+                self._behind.update(self._quiet & self._by_rid.keys())
+                self._quiet = {rid for rid, f in self._by_rid.items() if rid in f.open}
+            self._repair_now.clear()
+            behind, self._behind = self._behind, set()
+            try:
+                await self._read(sorted(behind & self._by_rid.keys()))
+            except TRANSIENT:
+                self._behind |= behind  # the listener reports the outage
+
+    async def _read(self, rids: list[str]) -> None:
+        if not rids:
+            return
+        pipe = self._client.pipeline(transaction=False)
+        for rid in rids:
+            shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
+            pipe.exists(keys.request(shard, rid))
+            pipe.xrange(keys.text(shard, rid), min=f"({here.end}-{here.seq}" if here != Position() else "-")
+        replies = await pipe.execute()
+        for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
+            following = self._by_rid.get(rid)
+            if following is None:
+                continue
+            for entry_id, fields in entries:
+                following.read(*decode_entry(rid, entry_id, fields))
+            if not there and rid in following.open:
+                following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))

@@ -1,0 +1,133 @@
+"""Token ids of running requests: appended by their worker, read by the detokenizer of their shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import Any
+
+import orjson
+import redis
+
+from . import keys
+from .errors import ProtocolError
+from .ids import shard_in
+from .messages import Finish, TokenChunk, TokenLogprob
+from .scripts import Call, Scripts
+
+
+class Written(IntEnum):
+    """What became of one request's append."""
+
+    OK = 1
+    CANCELLED = 2  # written, and ended: forget the request
+    FENCED = -1  # another worker owns it: forget it, write nothing more
+    ENDED = -2  # a stop string was found, or it is gone: forget it
+    MISPLACED = -3  # the position does not follow what is there: a bug, or a store that lost its tail
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One request's part of a flush. No token and no finish: the lease is renewed and nothing else."""
+
+    epoch: int
+    chunk: TokenChunk
+
+
+class TokenStream:
+    """The streams `t:<rid>`.
+
+    Args:
+        owner: the worker process (a uuid); with the epoch it is the fence of every write.
+    """
+
+    def __init__(self, client: redis.Redis, scripts: Scripts, owner: str = "", lease_s: float = 6.0) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._owner = owner
+        self._lease_ms = int(lease_s * 1000)
+        self._in_flight: tuple[list[Call], list[list[str]]] | None = None
+
+    def append(self, writes: Sequence[Append]) -> dict[str, Written]:
+        """Write one step of many requests, one call per shard, in one round trip."""
+        self.begin_append(writes)
+        return self.finish_append()
+
+    def begin_append(self, writes: Sequence[Append]) -> None:
+        """Send a flush and come back at once; the next step runs while Redis works. One may be in flight."""
+        assert self._in_flight is None, "a flush is in flight already: finish it first"
+        ordered = sorted(writes, key=lambda w: shard_in(w.chunk.rid))
+        calls, rids = [], []
+        for shard, group in groupby(ordered, lambda w: shard_in(w.chunk.rid)):
+            members = list(group)
+            args = [self._owner, self._lease_ms, *(arg for w in members for arg in _encode(w))]
+            calls.append(Call("append", shard, args))
+            rids.append([w.chunk.rid for w in members])
+        self._in_flight = (calls, rids)
+        if calls:
+            self._scripts.begin_quietly(calls)
+
+    def finish_append(self) -> dict[str, Written]:
+        """The replies of the flush in flight; nothing if there is none."""
+        if self._in_flight is None:
+            return {}
+        (calls, rids), self._in_flight = self._in_flight, None
+        replies = self._scripts.finish(calls) if calls else []
+        return {
+            rid: Written(code)
+            for group, reply in zip(rids, replies, strict=True)
+            for rid, code in zip(group, reply, strict=True)
+        }
+
+    def read(self, after: Mapping[str, int]) -> dict[str, list[TokenChunk]]:
+        """What was appended to each request after so many tokens, in order; requests without news are left out.
+
+        An end marker comes once more when nothing came after it: reading is without memory.
+        """
+        pipe = self._client.pipeline(transaction=False)
+        for rid, position in after.items():
+            pipe.xrange(keys.tokens(shard_in(rid), rid), min=f"({position}-0" if position else "-")
+        replies = pipe.execute()
+        return {
+            rid: _decode(rid, position, entries)
+            for (rid, position), entries in zip(after.items(), replies, strict=True)
+            if entries
+        }
+
+    def read_ids(self, rid: str, count: int) -> list[int]:
+        """The first `count` token ids of a request: what a worker needs to go on where another ended.
+
+        Raises:
+            ProtocolError: the stream holds another number of tokens.
+        """
+        ids = [i for chunk in self.read({rid: 0}).get(rid, []) for i in chunk.token_ids]
+        if len(ids) != count:
+            raise ProtocolError(f"{rid} has {len(ids)} tokens on its stream, {count} in its state")
+        return ids
+
+
+def _encode(write: Append) -> tuple[str | bytes | int, ...]:
+    chunk = write.chunk
+    logprobs = b"" if chunk.logprobs is None else orjson.dumps([[p.logprob, p.top] for p in chunk.logprobs])
+    return (
+        *(chunk.rid, write.epoch, chunk.start, len(chunk.token_ids), ",".join(map(str, chunk.token_ids)), logprobs),
+        *("" if chunk.cached_tokens is None else chunk.cached_tokens, chunk.finish.encode() if chunk.finish else b""),
+    )
+
+
+def _decode(rid: str, position: int, entries: Sequence[tuple[bytes, dict[bytes, Any]]]) -> list[TokenChunk]:
+    chunks = []
+    for _, fields in entries:
+        if b"fin" in fields:
+            chunks.append(TokenChunk(rid, position, finish=Finish.decode(fields[b"fin"])))
+            continue
+        ids = tuple(int(i) for i in fields[b"t"].split(b",")) if fields[b"t"] else ()
+        logprobs = None
+        if b"lp" in fields:
+            logprobs = tuple(TokenLogprob(lp, tuple((i, p) for i, p in top)) for lp, top in orjson.loads(fields[b"lp"]))
+        cached = int(fields[b"ct"]) if b"ct" in fields else None
+        chunks.append(TokenChunk(rid, position, ids, logprobs, cached_tokens=cached))
+        position += len(ids)
+    return chunks
