@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
@@ -37,11 +37,16 @@ TRANSIENT = (
 )
 
 
+# redis-py types each reply as all that any option could make of it. What a reply is, is said where it is decoded.
+Client: TypeAlias = Any  # a redis.Redis of `connect`
+AsyncClient: TypeAlias = Any  # a redis.asyncio.Redis of `connect_async`
+
+
 def _options(name: str) -> dict[str, Any]:
     return {"socket_timeout": COMMAND_TIMEOUT_S, "socket_connect_timeout": 2.0, "client_name": name, "protocol": 2}
 
 
-def connect(url: str, name: str = "headrace") -> redis.Redis:
+def connect(url: str, name: str = "headrace") -> Client:
     """A client for commands and bounded blocking reads, in bytes; nothing is retried by the library."""
     try:
         return redis.Redis.from_url(url, retry=Retry(redis.backoff.NoBackoff(), 0), **_options(name))
@@ -49,7 +54,7 @@ def connect(url: str, name: str = "headrace") -> redis.Redis:
         raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
 
 
-def connect_async(url: str, name: str = "headrace", connections: int = 64) -> redis.asyncio.Redis:
+def connect_async(url: str, name: str = "headrace", connections: int = 64) -> AsyncClient:
     """The same for asyncio. At most `connections` at once; further calls wait for one, 20 s at most."""
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(

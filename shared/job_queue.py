@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import redis
-import redis.asyncio
 import redis.exceptions
 
 from . import keys
-from .clients import as_overloaded
+from .clients import AsyncClient, Client, as_overloaded
 from .errors import InvalidRequest, Overloaded, ProtocolError, StoreUnavailable, Unavailable
 from .ids import choices, shard_in
 from .messages import LANES, Finish, GenerateJob, Lane
@@ -41,7 +41,7 @@ def by_shard(rids: Iterable[str]) -> list[tuple[int, list[str]]]:
 class JobQueue:
     """The worker's and the detokenizer's side. Waits for Redis as long as it takes."""
 
-    def __init__(self, client: redis.Redis, scripts: Scripts, shards: int) -> None:
+    def __init__(self, client: Client, scripts: Scripts, shards: int) -> None:
         self._client = client
         self._scripts = scripts
         self._shards = shards
@@ -73,17 +73,16 @@ class JobQueue:
             pipe.exists(keys.tenants(shard, pool, lane))
         return [place for place, there in zip(places, pipe.execute(), strict=True) if there]
 
-    def _claim(self, owner: str, reply: Sequence[bytes | int]) -> Claim | None:
-        rid_raw, epoch, produced, attempts, seed, body = reply
-        assert isinstance(rid_raw, bytes) and isinstance(body, bytes)
-        rid = rid_raw.decode()
+    def _claim(self, owner: str, reply: Sequence[Any]) -> Claim | None:
+        rid, epoch, produced, attempts, seed, body = reply
+        rid = rid.decode()
         try:
             job = GenerateJob.decode(body)
         except ProtocolError as e:
-            self.fail(owner, rid, int(epoch), int(produced), Finish("error", message=f"The job cannot be read: {e}"))
+            self.fail(owner, rid, epoch, produced, Finish("error", message=f"The job cannot be read: {e}"))
             return None
-        sampling = replace(job.sampling, sampling_seed=int(seed))
-        return Claim(replace(job, rid=rid, sampling=sampling), int(epoch), int(produced), int(attempts))
+        sampling = replace(job.sampling, sampling_seed=seed)
+        return Claim(replace(job, rid=rid, sampling=sampling), epoch, produced, attempts)
 
     def fail(self, owner: str, rid: str, epoch: int, produced: int, finish: Finish) -> None:
         """End a request that this owner holds, after its `produced` tokens."""
@@ -127,6 +126,15 @@ class JobQueue:
             raise
         return [entry["message_id"] for entry in pending]
 
+    def reap_consumers(self, pool: str, idle_s: float = 3600.0) -> None:
+        """Delete the consumers of hosts that are gone: they hold nothing and were silent for an hour."""
+        for stream in (keys.jobs(shard, pool, lane) for shard in range(self._shards) for lane in LANES):
+            if not self._client.exists(stream):
+                continue
+            for consumer in self._client.xinfo_consumers(stream, keys.GROUP):
+                if consumer["pending"] == 0 and consumer["idle"] > idle_s * 1000:
+                    self._client.xgroup_delconsumer(stream, keys.GROUP, consumer["name"])
+
     def cancel(self, rids: Iterable[str], finish: Finish) -> int:
         """End requests. Returns how many were still generating."""
         calls = [Call("cancel", shard, (finish.encode(), *group)) for shard, group in by_shard(rids)]
@@ -155,7 +163,7 @@ class AsyncJobQueue:
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, shards: int, *, max_waiting: int = 10_000, max_waiting_tenant: int = 10_000
+        self, client: AsyncClient, shards: int, *, max_waiting: int = 10_000, max_waiting_tenant: int = 10_000
     ) -> None:
         self._client = client
         self._scripts = AsyncScripts(client)

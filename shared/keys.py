@@ -26,6 +26,7 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:blob:<sha256>                 bytes    tokenizers and other files that cards name
     hr:workers                       zset     process ids of every role by last heartbeat (ms)
     hr:worker:<id>                   JSON     what that process says of itself; expires
+    hr:slot:<host>:<n>               string   the process that names its consumers <host>:<n>; expires
     hr:batch:*, hr:file:*            …        on the control Redis: api/batches and api/files
 
 Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
@@ -122,3 +123,7 @@ def blob(sha256: str) -> str:
 
 def worker(process_id: str) -> str:
     return f"hr:worker:{process_id}"
+
+
+def slot(host: str, number: int) -> str:
+    return f"hr:slot:{host}:{number}"

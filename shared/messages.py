@@ -91,7 +91,7 @@ class DecodeParams:
 
     tokenizer: str  # sha256 of the tokenizer blob
     prompt_tokens: int
-    prompt_tail: tuple[int, ...] = ()  # the prompt's last ids, up to PROMPT_TAIL: context for spacing and half characters
+    prompt_tail: tuple[int, ...] = ()  # its last ids, up to PROMPT_TAIL: context for spaces and half characters
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     stop: tuple[str, ...] = ()

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
-import redis
-import redis.asyncio
 
 from . import keys
+from .clients import AsyncClient, Client
 from .errors import ModelNotFound, ProtocolError
 from .messages import ModelCard
 
@@ -23,7 +22,7 @@ Role = Literal["api", "worker", "detok", "batch"]
 State = Literal["starting", "ready", "draining", "stuck"]
 
 
-def register_model(client: redis.Redis, card: ModelCard, tokenizer: bytes) -> None:
+def register_model(client: Client, card: ModelCard, tokenizer: bytes) -> None:
     """Make a model known for good: its card by name, its tokenizer by content.
 
     Raises:
@@ -40,7 +39,7 @@ class ModelRegistry:
 
     CARD_TTL_S = 1.0
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._cards: dict[str, ModelCard] = {}
         self._read_at = float("-inf")
@@ -76,7 +75,7 @@ class ModelRegistry:
         return self._blobs[sha256]
 
 
-def get_blob(client: redis.Redis, sha256: str) -> bytes:
+def get_blob(client: Client, sha256: str) -> bytes:
     """The synchronous twin of `ModelRegistry.blob`."""
     data = client.get(keys.blob(sha256))
     if not isinstance(data, bytes):
@@ -130,29 +129,45 @@ class Membership:
             self.info = replace(self.info, extra={**self.info.extra, **extra})
 
     def _write(self, pipe: Any, ttl_ms: int) -> None:
+        if "slot" in self.info.extra:
+            pipe.set(keys.slot(self.info.host, self.info.extra["slot"]), self.info.id, px=ttl_ms)
         pipe.set(keys.worker(self.info.id), self.info.encode(), px=ttl_ms)
         pipe.zadd(keys.WORKERS, {self.info.id: int(time.time() * 1000)})
         self._next = time.monotonic() + self.BEAT_EVERY_S
 
-    def beat(self, client: redis.Redis, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
+    def beat(self, client: Client, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
         """Say that we live. A long `ttl_ms` covers the loading of a model."""
         pipe = client.pipeline(transaction=False)
         self._write(pipe, ttl_ms)
         pipe.execute()
 
-    async def beat_async(self, client: redis.asyncio.Redis, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
+    async def beat_async(self, client: AsyncClient, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
         pipe = client.pipeline(transaction=False)
         self._write(pipe, ttl_ms)
         await pipe.execute()
 
-    def leave(self, client: redis.Redis) -> None:
+    def leave(self, client: Client) -> None:
         """Be listed no more."""
+        if "slot" in self.info.extra:
+            client.delete(keys.slot(self.info.host, self.info.extra["slot"]))
         client.delete(keys.worker(self.info.id))
         client.zrem(keys.WORKERS, self.info.id)
 
-    async def leave_async(self, client: redis.asyncio.Redis) -> None:
+    async def leave_async(self, client: AsyncClient) -> None:
         await client.delete(keys.worker(self.info.id))
         await client.zrem(keys.WORKERS, self.info.id)
+
+
+def take_slot(client: Client, member: Membership) -> int:
+    """The lowest number that no live process of this host holds. Consumers are named by it, so their names are few.
+
+    `beat` keeps it. Two processes on one number, after an outage, would share a name and nothing else: owners fence.
+    """
+    slot = 0
+    while not client.set(keys.slot(member.info.host, slot), member.info.id, nx=True, px=keys.PROCESS_TTL_MS):
+        slot += 1
+    member.update(slot=slot)
+    return slot
 
 
 def _parse(ids: list[bytes], values: list[bytes | None]) -> tuple[list[ProcessInfo], list[bytes]]:
@@ -161,7 +176,7 @@ def _parse(ids: list[bytes], values: list[bytes | None]) -> tuple[list[ProcessIn
     return sorted(live, key=lambda p: (p.role, p.started_at, p.id)), gone
 
 
-def processes(client: redis.Redis) -> list[ProcessInfo]:
+def processes(client: Client) -> list[ProcessInfo]:
     """Every live process of the deployment; those that went without leaving are taken off the list."""
     ids = client.zrange(keys.WORKERS, 0, -1)
     live, gone = _parse(ids, client.mget([keys.worker(i.decode()) for i in ids]) if ids else [])
@@ -170,7 +185,7 @@ def processes(client: redis.Redis) -> list[ProcessInfo]:
     return live
 
 
-async def processes_async(client: redis.asyncio.Redis) -> list[ProcessInfo]:
+async def processes_async(client: AsyncClient) -> list[ProcessInfo]:
     """The asynchronous twin of `processes`."""
     ids = await client.zrange(keys.WORKERS, 0, -1)
     live, gone = _parse(ids, await client.mget([keys.worker(i.decode()) for i in ids]) if ids else [])

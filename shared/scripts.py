@@ -14,11 +14,10 @@ from importlib.resources import files
 from typing import Any
 
 import redis
-import redis.asyncio
 import redis.exceptions
 
 from . import keys
-from .clients import TRANSIENT, Patience
+from .clients import TRANSIENT, AsyncClient, Client, Patience
 
 NAMES = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
 
@@ -63,7 +62,7 @@ class Scripts:
 
     def __init__(
         self,
-        client: redis.Redis,
+        client: Client,
         limit_s: float | None = None,
         on_outage: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -153,7 +152,7 @@ class Scripts:
 class AsyncScripts:
     """Script calls over an asyncio client, from any task."""
 
-    def __init__(self, client: redis.asyncio.Redis, limit_s: float | None = 5.0) -> None:
+    def __init__(self, client: AsyncClient, limit_s: float | None = 5.0) -> None:
         self._client = client
         self._limit_s = limit_s
 

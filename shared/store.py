@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from . import keys
-from .clients import TRANSIENT, Patience, connect
+from .clients import TRANSIENT, Client, Patience, connect
 from .errors import ConfigError, StoreRefused
 from .settings import StoreSettings
 
@@ -66,7 +66,7 @@ def open_store(settings: StoreSettings, wait_s: float = 10.0) -> Store:
                 patience.wait(e)
 
 
-def _check(client: redis.Redis, settings: StoreSettings) -> Store:
+def _check(client: Client, settings: StoreSettings) -> Store:
     info: Mapping[str, Any] = client.info()
     server = _check_version(info)
     policy = str(info.get("maxmemory_policy", "noeviction"))
@@ -95,7 +95,7 @@ def _check_version(info: Mapping[str, Any]) -> str:
     return f"{name} {version}"
 
 
-def _join_schema(client: redis.Redis) -> int:
+def _join_schema(client: Client) -> int:
     """The number of shards, which the first process to come decides for good."""
     client.hsetnx(keys.SCHEMA, "major", str(keys.SCHEMA_MAJOR))
     client.hsetnx(keys.SCHEMA, "shards", str(keys.DEFAULT_SHARDS))

@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import redis.asyncio
-
 from . import keys
-from .clients import TRANSIENT
+from .clients import TRANSIENT, AsyncClient
 from .errors import ProtocolError, StreamGone
 from .ids import shard_in
 from .messages import TextChunk
@@ -72,7 +70,7 @@ class TextFeed:
         name: this process's, unique: the channel that text is pushed to, and `reader` at submit.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, shards: int, name: str) -> None:
+    def __init__(self, client: AsyncClient, shards: int, name: str) -> None:
         self._client = client
         self._shards = shards
         self.name = name

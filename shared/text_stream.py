@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import redis
-
 from . import keys
+from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
 from .messages import DecodeParams, TextChunk
@@ -79,7 +78,7 @@ class TextStream:
         owner: the detokenizer process (a uuid).
     """
 
-    def __init__(self, client: redis.Redis, scripts: Scripts, owner: str) -> None:
+    def __init__(self, client: Client, scripts: Scripts, owner: str) -> None:
         self._client = client
         self._scripts = scripts
         self._owner = owner

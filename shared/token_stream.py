@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import Any
 
 import orjson
-import redis
 
 from . import keys
+from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
 from .messages import Finish, TokenChunk, TokenLogprob
@@ -43,7 +43,7 @@ class TokenStream:
         owner: the worker process (a uuid); with the epoch it is the fence of every write.
     """
 
-    def __init__(self, client: redis.Redis, scripts: Scripts, owner: str = "", lease_s: float = 6.0) -> None:
+    def __init__(self, client: Client, scripts: Scripts, owner: str = "", lease_s: float = 6.0) -> None:
         self._client = client
         self._scripts = scripts
         self._owner = owner

@@ -1,0 +1,234 @@
+"""The worker's loop: take jobs, step, publish; one flush is in flight beside the next step.
+
+When a job is acknowledged: by the script that writes its end (`append` with a finish, or the detokenizer's last
+`publish`), never here. What this worker holds when it dies stays in the stream until its lease runs out; then
+`sweep` gives it to another, and charges it an attempt only if it published nothing since the claim.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..shared import keys
+from ..shared.clients import BLOCK_MS, TRANSIENT, Client
+from ..shared.errors import ProtocolError, RequestError
+from ..shared.job_queue import Claim, JobQueue
+from ..shared.messages import Finish, TokenChunk, TokenLogprob
+from ..shared.registry import Membership
+from ..shared.signals import StopSignal
+from ..shared.token_stream import Append, TokenStream, Written
+from .interface import Engine, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Held:
+    """A request in this worker's hands: where its next token goes, and what waits to be published."""
+
+    epoch: int
+    position: int  # tokens published, or in flight
+    renewed_at: float  # monotonic seconds of the last append
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int | None = None  # waits for the first chunk
+    fresh: bool = True  # no token published since the claim: the first one goes at once
+
+
+class Worker:
+    """One engine between the job queue and the token streams. Everything runs on the caller's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: JobQueue,
+        tokens: TokenStream,
+        client: Client,
+        member: Membership,
+        *,
+        owner: str,
+        consumer: str,
+        shards: int,
+        lease_s: float,
+        drain_s: float,
+        stream_interval: int,
+        stop: StopSignal,
+    ) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._tokens = tokens
+        self._client = client
+        self._member = member
+        self._owner = owner
+        self._consumer = consumer
+        self._lease_s = lease_s
+        self._drain_s = drain_s
+        self._interval = stream_interval
+        self._stop = stop
+        self._pool = engine.card.pool
+        self._hints = dict.fromkeys((keys.new_jobs(s, self._pool) for s in range(shards)), b"0-0")
+        self._held: dict[str, Held] = {}
+        self._suspects: list[Claim] = []  # one more death and these are given up: each runs alone
+        self._outage = False
+        self._drain_until: float | None = None
+
+    def run(self) -> None:
+        """Work until told to stop; then finish, or hand back, what runs."""
+        self._member.update(state="ready")
+        while self._going():
+            self._beat()
+            self._take_jobs()
+            outputs = self._engine.step() if self._engine.has_work() else []
+            self._settle()
+            self._flush(outputs)
+            if not self._held:
+                self._rest()
+        self._settle()
+        self._hand_back()
+
+    def note_outage(self, error: BaseException) -> None:
+        """Redis did not answer: a pull's reply may be lost with what it claimed for us."""
+        if not self._outage:
+            log.warning("Redis does not answer, waiting for it: %s", error)
+        self._outage = True
+
+    def _going(self) -> bool:
+        if self._stop.draining and self._drain_until is None:
+            self._drain_until = time.monotonic() + self._drain_s
+            self._member.update(state="draining")
+            log.info("draining: %d requests still run", len(self._held))
+        if self._drain_until is None:
+            return True
+        return bool(self._held) and not self._stop.immediate and time.monotonic() < self._drain_until
+
+    def _beat(self) -> None:
+        if self._member.due():
+            self._member.update(running=len(self._held), free_slots=self._engine.free_slots())
+            try:
+                self._member.beat(self._client)
+            except TRANSIENT as e:
+                self.note_outage(e)
+
+    def _take_jobs(self) -> None:
+        if self._stop.draining:
+            return
+        try:
+            if self._outage:
+                self._recover()
+            if self._suspects:
+                self._try_suspect()
+                return
+            slots = self._engine.free_slots()
+            if slots > 0:
+                for claim in self._pull(slots):
+                    self._admit(claim)
+        except TRANSIENT as e:
+            self.note_outage(e)
+
+    def _pull(self, slots: int) -> list[Claim]:
+        return self._queue.pull(
+            self._pool, owner=self._owner, consumer=self._consumer, slots=slots, lease_s=self._lease_s
+        )
+
+    def _recover(self) -> None:
+        given_back = self._queue.recover(self._pool, owner=self._owner, consumer=self._consumer, held=self._held)
+        self._outage = False
+        log.info("Redis answers again; gave back %d jobs whose hand-over was cut", given_back)
+
+    def _admit(self, claim: Claim) -> None:
+        """Give a claimed job to the engine; one that was twice together with a death waits to run alone."""
+        rid = claim.job.rid
+        self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
+        if claim.attempts >= keys.MAX_ATTEMPTS - 1 and claim not in self._suspects:
+            self._suspects.append(claim)
+            return
+        self._start(claim)
+
+    def _try_suspect(self) -> None:
+        """Start the first suspect once the engine is empty. Nothing is pulled until it has made a token or ended."""
+        if not self._engine.running():
+            self._start(self._suspects.pop(0))
+
+    def _start(self, claim: Claim) -> None:
+        rid = claim.job.rid
+        try:
+            produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
+            self._engine.add(claim.job, produced)
+        except RequestError as e:
+            self._fail(claim, Finish("error", message=e.message, status=e.status))
+        except ProtocolError as e:
+            log.error("%s", e, extra={"request_id": rid})
+            self._fail(claim, Finish("error", message="The request's tokens were lost; send it again."))
+
+    def _fail(self, claim: Claim, finish: Finish) -> None:
+        self._held.pop(claim.job.rid, None)
+        self._queue.fail(self._owner, claim.job.rid, claim.epoch, claim.produced, finish)
+
+    def _flush(self, outputs: Iterable[StepOutput]) -> None:
+        """Publish what a step made, and renew the leases of those that made nothing for a while."""
+        now, writes = time.monotonic(), []
+        for output in outputs:
+            held = self._held.get(output.rid)
+            if held is None:
+                continue
+            self._collect(held, output)
+            enough = 1 if held.fresh else self._interval
+            if output.finish or len(held.token_ids) >= enough:
+                writes.append(self._write(output.rid, held, output.finish, now))
+                if output.finish:
+                    del self._held[output.rid]
+        for rid, held in self._held.items():
+            if now - held.renewed_at > self._lease_s / 4:
+                writes.append(self._write(rid, held, None, now))
+        self._tokens.begin_append(writes)
+
+    @staticmethod
+    def _collect(held: Held, output: StepOutput) -> None:
+        held.token_ids.extend(output.token_ids)
+        if output.logprobs is not None:
+            held.logprobs.extend(output.logprobs)
+        if output.cached_tokens is not None:
+            held.cached_tokens = output.cached_tokens
+
+    @staticmethod
+    def _write(rid: str, held: Held, finish: Finish | None, now: float) -> Append:
+        ids, logprobs = tuple(held.token_ids), tuple(held.logprobs)
+        chunk = TokenChunk(rid, held.position, ids, logprobs or None, finish, held.cached_tokens)
+        if ids:
+            held.position += len(ids)
+            held.token_ids, held.logprobs, held.cached_tokens, held.fresh = [], [], None, False
+        held.renewed_at = now
+        return Append(held.epoch, chunk)
+
+    def _settle(self) -> None:
+        """Read the replies of the flush in flight, and let go of what is no longer ours."""
+        for rid, written in self._tokens.finish_append().items():
+            if written is Written.OK:
+                continue
+            if written is Written.MISPLACED:
+                log.error("tokens do not follow what the stream holds; letting go", extra={"request_id": rid})
+            elif written is Written.FENCED:
+                log.warning("another worker took over; letting go", extra={"request_id": rid})
+            self._engine.abort(rid)
+            self._held.pop(rid, None)
+            self._suspects = [claim for claim in self._suspects if claim.job.rid != rid]
+
+    def _rest(self) -> None:
+        """Nothing to do: check that nothing leaked, then wait for a hint, a second at most."""
+        self._settle()
+        self._engine.check_integrity()
+        try:
+            for stream, entries in self._client.xread(self._hints, block=BLOCK_MS) or []:
+                self._hints[stream.decode()] = entries[-1][0]
+        except TRANSIENT as e:
+            self.note_outage(e)
+            time.sleep(0.1)
+
+    def _hand_back(self) -> None:
+        given = self._queue.release(self._owner, [(rid, held.epoch) for rid, held in self._held.items()])
+        if given:
+            log.info("handed back %d requests for another worker", given)
+        self._member.leave(self._client)

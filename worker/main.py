@@ -1,0 +1,80 @@
+"""Starts one worker: checks Redis, loads the model, registers it, works."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from ..shared import logs
+from ..shared.clients import connect
+from ..shared.job_queue import JobQueue
+from ..shared.messages import ModelCard
+from ..shared.registry import Membership, ProcessInfo, register_model, take_slot
+from ..shared.scripts import Scripts
+from ..shared.signals import StopSignal
+from ..shared.store import open_store
+from ..shared.token_stream import TokenStream
+from .card import load_card
+from .interface import Engine
+from .loop import Worker
+from .settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+LOADING_TTL_MS = 600_000  # a model may take so long to load before the process counts as gone
+
+
+def run(settings: WorkerSettings) -> int:
+    """Run until SIGTERM; the exit status is 0 after a drain.
+
+    Raises:
+        ConfigError: a setting, the model or Redis is not as it must be; nothing was registered.
+    """
+    logs.setup("worker", settings.log_level, settings.log_json)
+    stop = StopSignal()
+    store = open_store(settings)
+    card, tokenizer = load_card(settings)
+    client = connect(settings.redis_url, "worker")
+    member = Membership(ProcessInfo("worker", model=card.name))
+    member.beat(client, LOADING_TTL_MS)
+    try:
+        engine = _load_engine(settings, card, tokenizer)
+    except BaseException:
+        member.leave(client)
+        raise
+    register_model(client, engine.card, tokenizer)
+
+    owner, slot = uuid.uuid4().hex, take_slot(client, member)
+    consumer = f"{member.info.host}:{slot}"
+    scripts = Scripts(client, on_outage=lambda error: worker.note_outage(error))
+    queue = JobQueue(client, scripts, store.shards)
+    queue.reap_consumers(engine.card.pool)
+    worker = Worker(
+        engine,
+        queue,
+        TokenStream(client, scripts, owner, settings.lease_s),
+        client,
+        member,
+        owner=owner,
+        consumer=consumer,
+        shards=store.shards,
+        lease_s=settings.lease_s,
+        drain_s=settings.drain_s,
+        stream_interval=settings.stream_interval,
+        stop=stop,
+    )
+    log.info("serving %s over %s as %s", engine.card.name, store.server, consumer)
+    worker.run()
+    engine.close()
+    return 0
+
+
+def _load_engine(settings: WorkerSettings, card: ModelCard, tokenizer: bytes) -> Engine:
+    # Imported here: a scripted worker runs where torch is not installed.
+    if settings.scripted:
+        from .scripted import ScriptedEngine
+
+        return ScriptedEngine(settings, card, tokenizer)
+    from .engine.engine import TransformersEngine
+
+    return TransformersEngine(settings)
