@@ -1,0 +1,62 @@
+# The words of this project: `make demo` shows it, `make test` proves it. Each does what it needs first, once.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0  # e.g. TORCH='torch==2.13.0 --index-url …' for another build
+MODEL ?= smollm2-135m
+PYTEST ?= -n 2 --dist loadfile  # one file's tests share a Valkey
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo serve test long lint format types bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the words
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv and install headrace in it, editable, with all its extras
+
+# torch comes first and by name: a bare range would take the newest build, with CUDA's libraries, whatever the machine.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headrace needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,dev]'
+	touch $(READY)
+
+demo: $(READY) ## fetch SmolLM2, serve it, stream an answer, run a batch, stay up
+	$(BIN)/headrace demo
+
+serve: $(READY) ## serve MODEL on port 8000, until Ctrl-C
+	$(BIN)/headrace serve --model $(MODEL)
+
+# One thread a process: the tests run beside each other, and sums of floats do not depend on the number of cores.
+test: export OMP_NUM_THREADS = 1
+test: $(READY) ## all tests but the long ones
+	$(BIN)/headrace fetch $(MODEL)
+	$(BIN)/pytest $(PYTEST) -m 'not long'
+
+long: export OMP_NUM_THREADS = 1
+long: $(READY) ## the long suites
+	$(BIN)/headrace fetch $(MODEL)
+	$(BIN)/pytest -m long --timeout 3600
+
+lint: $(READY) ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## mend the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY) ## mypy (strict) and pyright
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(READY) ## measure a running server: URL=http://127.0.0.1:8000
+	$(BIN)/headrace bench $(if $(URL),--url $(URL))
+
+clean: ## remove the environment and all caches of the checkout
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

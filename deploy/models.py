@@ -1,0 +1,80 @@
+"""What `--model` may be: a local Hugging Face folder, a name of the catalog, or a hub id."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from ..shared.errors import ConfigError, ModelRefused
+from ..shared.settings import Settings, load
+from .catalog import CATALOG
+from .fetch import HUB_FILES, HUB_PROBE_S, fetch
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NAMED = re.compile(r"([\w.-]+)=(.+)")
+
+
+def split_name(value: str) -> tuple[str, str]:
+    """`NAME=MODEL` as (name, model); without a name, the model's last path component names it."""
+    found = _NAMED.fullmatch(value)
+    if found:
+        return found[1], found[2]
+    return Path(value).expanduser().resolve().name if Path(value).expanduser().exists() else value.split("/")[-1], value
+
+
+def resolve(model: str, *, needs: str = "config.json") -> Path:
+    """The folder of a model, fetched first when it is known by name.
+
+    Args:
+        model: a folder, a name of the catalog, or a hub id.
+        needs: a file that the folder must have.
+
+    Raises:
+        ModelRefused: there is no such folder, or it lacks `needs`.
+        FetchFailed: a name of the catalog could not be fetched.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / needs).is_file():
+            raise ModelRefused(f"--model: {folder.resolve()} is no Hugging Face model folder: it has no {needs}")
+        return folder.resolve()
+    if model in CATALOG:
+        return fetch(CATALOG[model])
+    if _HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _from_hub(model)
+    raise ModelRefused(
+        f"--model: the folder {model} does not exist; give a Hugging Face folder, a hub id (owner/name), or one of "
+        f"{', '.join(CATALOG)}"
+    )
+
+
+def _from_hub(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, etag_timeout=HUB_PROBE_S))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ModelRefused(f"--model: {hub_id} is no folder here, and the hub did not give it: {reason}") from e
+
+
+class FetchSettings(Settings):
+    """`headrace fetch NAME`."""
+
+    name: CliPositionalArg[str] = Field(description=", ".join(CATALOG) + ", or a hub id")
+
+
+def fetch_command(argv: Sequence[str]) -> int:
+    """Print the model's folder as the last line of standard output."""
+    settings = load(FetchSettings, argv, "headrace fetch")
+    if settings.name not in CATALOG and not _HUB_ID.fullmatch(settings.name):
+        raise ConfigError(f"{settings.name!r} is not in the catalog: {', '.join(CATALOG)}, or a hub id (owner/name)")
+    print(resolve(settings.name))
+    sys.stdout.flush()
+    return 0
