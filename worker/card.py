@@ -1,0 +1,163 @@
+"""What a model folder says about itself, read without torch: the card that api and detokenizer work from.
+
+config.json             architecture, context length, vocabulary, rotary scaling
+generation_config.json  sampling defaults, eos ids
+tokenizer.json          the tokenizer itself; its sha256 is its name
+tokenizer_config.json   special tokens, chat template (or chat_template.jinja beside it)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..shared.errors import ConfigError, ModelRefused
+from ..shared.messages import ModelCard
+from .settings import WorkerSettings
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
+    """Read the card of `settings.model` and the bytes of its tokenizer.json.
+
+    Raises:
+        ModelRefused: the folder or a file of it is missing or broken.
+        ConfigError: --context-length is more than the model can do.
+    """
+    name, folder = resolve_model(settings)
+    config = _read_json(folder, "config.json", required=True)
+    tokenizer = _read_tokenizer(folder)
+    tokenizer_config = _read_json(folder, "tokenizer_config.json")
+    generation = _read_json(folder, "generation_config.json")
+    text = config.get("text_config") or config
+    card = ModelCard(
+        name=name,
+        pool=re.sub(r"[^A-Za-z0-9._-]", "_", name),
+        tokenizer=hashlib.sha256(tokenizer).hexdigest(),
+        context_length=_context_length(settings, text),
+        vocab_size=int(text.get("vocab_size", 0)),
+        eos_token_ids=_eos_token_ids(generation, config, text),
+        bos_token=_token_text(tokenizer_config.get("bos_token")),
+        eos_token=_token_text(tokenizer_config.get("eos_token")),
+        chat_template=_chat_template(folder, tokenizer_config),
+        generation_config=generation,
+        architecture=(config.get("architectures") or [""])[0],
+        created=int(time.time()),
+    )
+    return card, tokenizer
+
+
+def resolve_model(settings: WorkerSettings) -> tuple[str, Path]:
+    """The name clients use and the local folder of `--model NAME=DIR`, `DIR` or a hub id.
+
+    Raises:
+        ModelRefused: there is no such folder, and the hub has no such model or does not answer.
+    """
+    name, separator, place = settings.model.partition("=")
+    if not separator:
+        name, place = "", settings.model
+    if not place:
+        raise ConfigError("--model (HEADRACE_MODEL): give NAME=DIR, a model folder, or a hub id; got nothing")
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        folder = _from_hub(place)
+    return settings.served_model_name or name or Path(place).expanduser().resolve().name, folder
+
+
+def _from_hub(place: str) -> Path:
+    if not _HUB_ID.fullmatch(place):
+        raise ModelRefused(f"--model {place}: no such folder; give one with config.json, or a hub id like org/name")
+    try:
+        import huggingface_hub
+    except ImportError as e:
+        raise ModelRefused(f"--model {place}: no such folder, and no huggingface_hub to fetch it with") from e
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+    try:
+        return Path(huggingface_hub.snapshot_download(place, allow_patterns=patterns))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as e:
+        raise ModelRefused(f"--model {place}: no such folder, and the hub did not give it: {e}") from e
+
+
+def _read_json(folder: Path, name: str, *, required: bool = False) -> dict[str, Any]:
+    path = folder / name
+    if not path.is_file():
+        if required:
+            raise ModelRefused(f"--model {folder}: has no {name}; it should be a Hugging Face model folder")
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as e:
+        raise ModelRefused(f"--model {folder}: {name} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelRefused(f"--model {folder}: {name} should be a JSON object")
+    return value
+
+
+def _read_tokenizer(folder: Path) -> bytes:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelRefused(
+            f"--model {folder}: has no tokenizer.json. Convert the tokenizer once with "
+            f'`AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")`'
+        )
+    return path.read_bytes()
+
+
+def _context_length(settings: WorkerSettings, text: dict[str, Any]) -> int:
+    limit, why = _model_context(text)
+    asked = settings.context_length
+    if limit and asked > limit:
+        raise ConfigError(f"--context-length (HEADRACE_CONTEXT_LENGTH): {why} {limit} tokens, got {asked}")
+    if not (asked or limit):
+        raise ConfigError("--context-length (HEADRACE_CONTEXT_LENGTH): config.json names none, so it must be given")
+    return asked or limit
+
+
+def _model_context(text: dict[str, Any]) -> tuple[int, str]:
+    """The model's context in tokens (0: not said), and a phrase that says where it comes from."""
+    limit = next((int(text[key]) for key in _CONTEXT_KEYS if text.get(key)), 0)
+    for rope in _rope_parameters(text):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("longrope", "dynamic"):
+            # transformers picks these frequencies by the longest request of a batch, so a short one's output would
+            # change when a long one joins. Within the original context they are one fixed set.
+            original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+            return int(original or limit), f"with {kind} rotary scaling, this release serves the original context of"
+    return limit, "the model's context is"
+
+
+def _rope_parameters(text: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rotary settings: one dict, or one per layer type."""
+    found = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := text.get(key), dict)]
+    return found + [inner for value in found for inner in value.values() if isinstance(inner, dict)]
+
+
+def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def _token_text(token: Any) -> str:
+    """A special token of tokenizer_config.json: a string, or an object with `content`."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return str(template) if template else None

@@ -1,0 +1,212 @@
+"""The engine that runs transformers' models: schedule, run, sample, hand out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Sequence as Ids
+
+import torch
+
+from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest
+from ...shared.messages import Finish, GenerateJob, ModelCard
+from ..card import load_card, resolve_model
+from ..interface import StepOutput
+from ..settings import WorkerSettings
+from .blocks import BlockAllocator
+from .kv_cache import KVCache
+from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
+from .memory import num_blocks
+from .runner import ModelRunner
+from .sampler import Sample, sample
+from .scheduler import Scheduler, Slice
+from .sequence import Sequence, stop_ids
+
+log = logging.getLogger(__name__)
+
+_FAILED = Finish("error", message="the model failed on this request", status=500)
+# What a forward or the sampler can raise for data's sake: torch's errors are RuntimeErrors, out of memory among them.
+_STEP_ERRORS = (RuntimeError, ValueError, IndexError, ArithmeticError)
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
+
+
+class TransformersEngine:
+    """Continuous batching over one model. Answers to `worker.interface.Engine`.
+
+    Args:
+        card: what other roles know of the model; its context length and eos ids are the engine's.
+        scheduler: holds the sequences and blocks.
+        runner: the model.
+    """
+
+    def __init__(self, card: ModelCard, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.card = card
+        self._scheduler = scheduler
+        self._runner = runner
+        self._arrivals = 0
+        self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
+
+    @classmethod
+    def from_settings(cls, settings: WorkerSettings) -> TransformersEngine:
+        """Load the model that the settings name.
+
+        Raises:
+            ModelRefused, ConfigError: with the key and the value, and what to do.
+        """
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        card, _ = load_card(settings)
+        device = resolve_device(settings)
+        loaded = load_model(resolve_model(settings)[1], dtype=resolve_dtype(settings, device), device=device)
+        return cls.assemble(settings, card, loaded)
+
+    @classmethod
+    def assemble(cls, settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> TransformersEngine:
+        """An engine around a model that is loaded already."""
+        on_cpu = loaded.device.type == "cpu"
+        max_running = settings.max_running or (32 if on_cpu else 256)
+        max_batch_tokens = settings.max_batch_tokens or max(max_running, 256 if on_cpu else 8192)
+        blocks = num_blocks(
+            settings,
+            loaded.layers,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            context_length=card.context_length,
+            max_running=max_running,
+        )
+        cache = KVCache(
+            loaded.layers, num_blocks=blocks, block_size=settings.block_size, dtype=loaded.dtype, device=loaded.device
+        )
+        scheduler = Scheduler(
+            BlockAllocator(blocks, settings.block_size), max_running=max_running, max_batch_tokens=max_batch_tokens
+        )
+        card = dataclasses.replace(
+            card,
+            vocab_size=loaded.vocab_size,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+        )
+        log.info("%s: %d K/V blocks of %d tokens on %s", card.name, blocks - 1, settings.block_size, loaded.device)
+        return cls(card, scheduler, ModelRunner(loaded.model, loaded.attention, cache))
+
+    def add(self, job: GenerateJob, produced: Ids[int] = ()) -> None:
+        if job.rid in self._scheduler:
+            raise EngineError(f"request {job.rid} is running already")
+        self._check(job)
+        sequence = self._sequence(job, produced)
+        finish = sequence.finish()
+        if finish is not None:  # the worker before us died between the last token and the end mark
+            self._ended.append(StepOutput(job.rid, finish=finish))
+        else:
+            self._scheduler.add(sequence)
+
+    def abort(self, rid: str) -> None:
+        self._scheduler.remove(rid)
+        self._ended = [output for output in self._ended if output.rid != rid]
+
+    def step(self) -> list[StepOutput]:
+        ended, self._ended = self._ended, []
+        return ended + self._advance(self._scheduler.schedule())
+
+    def has_work(self) -> bool:
+        return bool(self._ended) or len(self._scheduler) > 0
+
+    def free_slots(self) -> int:
+        return max(self._scheduler.max_running - len(self._scheduler), 0)
+
+    def running(self) -> list[str]:
+        return self._scheduler.rids() + [output.rid for output in self._ended]
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        for rid in self._scheduler.rids():
+            self._scheduler.remove(rid)
+        self._runner.close()
+
+    def _advance(self, slices: list[Slice]) -> list[StepOutput]:
+        """Compute slices. Where that fails they are tried again in halves, so that only the guilty ones pay."""
+        if not slices:
+            return []
+        try:
+            sampled, samples = self._compute(slices)
+        except _STEP_ERRORS:
+            if len(slices) == 1:
+                log.exception("request %s failed", slices[0].sequence.rid)
+                return [self._fail(slices[0].sequence)]
+            log.warning("a step of %d sequences failed; trying halves", len(slices), exc_info=True)
+            middle = len(slices) // 2
+            return self._advance(slices[:middle]) + self._advance(slices[middle:])
+        for piece in slices:
+            self._scheduler.commit(piece)
+        outputs = [self._accept(piece.sequence, drawn) for piece, drawn in zip(sampled, samples, strict=True)]
+        return outputs + [StepOutput(piece.sequence.rid) for piece in slices if piece not in sampled]
+
+    def _compute(self, slices: list[Slice]) -> tuple[list[Slice], list[Sample]]:
+        dirty = self._scheduler.blocks.take_dirty()
+        if dirty:
+            self._runner.zero(dirty)
+        for piece in slices:
+            piece.sequence.verified = False
+        sampled, logits = self._runner.run(slices)
+        return sampled, sample(logits, [piece.sequence for piece in sampled]) if sampled else []
+
+    def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
+        """Take a sampled token: append it, and end the sequence where it must end."""
+        if drawn.token_id is None:
+            log.error("request %s: the logits are not finite", sequence.rid)
+            return self._fail(sequence)
+        sequence.verified = True
+        sequence.append(drawn.token_id)
+        finish = sequence.finish()
+        if finish is not None:
+            self._scheduler.remove(sequence.rid)
+        logprobs = (drawn.logprob,) if drawn.logprob is not None else None
+        cached = None if sequence.announced else 0
+        sequence.announced = True
+        return StepOutput(sequence.rid, (drawn.token_id,), logprobs, finish, cached)
+
+    def _fail(self, sequence: Sequence) -> StepOutput:
+        self._scheduler.remove(sequence.rid)
+        return StepOutput(sequence.rid, finish=_FAILED)
+
+    def _check(self, job: GenerateJob) -> None:
+        """Raises InvalidRequest where the job can never run here."""
+        if not job.input_ids:
+            raise InvalidRequest("the prompt is empty", param="input_ids")
+        low, high = min(job.input_ids), max(job.input_ids)
+        if low < 0 or high >= self.card.vocab_size:
+            wrong = low if low < 0 else high
+            message = f"token id {wrong} is not in the vocabulary of {self.card.vocab_size}"
+            raise InvalidRequest(message, param="input_ids")
+        if len(job.input_ids) >= self.card.context_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(job.input_ids)} tokens and leaves no room for output in the context of "
+                f"{self.card.context_length}",
+                param="input_ids",
+            )
+        for name in _GRAMMARS:
+            if getattr(job.sampling, name):
+                raise InvalidRequest(f"this worker does not constrain output by {name}", param=name)
+
+    def _sequence(self, job: GenerateJob, produced: Ids[int]) -> Sequence:
+        params = job.sampling
+        room = self.card.context_length
+        if params.max_new_tokens is not None:
+            room = min(room, len(job.input_ids) + params.max_new_tokens)
+        self._arrivals += 1
+        return Sequence(
+            job=job,
+            token_ids=[*job.input_ids, *produced],
+            num_prompt_tokens=len(job.input_ids),
+            max_tokens=room,
+            stop_ids=stop_ids(params, self.card.eos_token_ids),
+            seed=params.sampling_seed if params.sampling_seed is not None else _seed_of(job.rid),
+            arrival=self._arrivals,
+        )
+
+
+def _seed_of(rid: str) -> int:
+    """A seed for a job that came without one; the same on every worker, so that another one can go on."""
+    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "big")

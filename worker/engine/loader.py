@@ -1,0 +1,149 @@
+"""From a model folder to a model that runs over our pool, or a clear refusal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ...shared.errors import ConfigError, ModelRefused
+from ..settings import WorkerSettings
+from .attention import IMPLEMENTATION, PagedAttention
+from .kv_cache import LayerShape
+
+log = logging.getLogger(__name__)
+
+_HINT = "Serve a decoder-only model whose layers all use transformers' attention interface (llama, qwen, gemma, …)"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that was tried: every layer reaches our attention function."""
+
+    model: nn.Module
+    attention: PagedAttention
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def resolve_device(settings: WorkerSettings) -> torch.device:
+    """Raises ConfigError where a GPU is asked for that torch does not see."""
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(settings.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device (HEADRACE_DEVICE): torch sees {torch.cuda.device_count()} GPUs, got {device}")
+    return device
+
+
+def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device multiplies it natively, else float32."""
+    if settings.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load weights and try the model.
+
+    Raises:
+        ModelRefused: the folder is broken, weights are missing, or the architecture cannot run over a paged pool.
+    """
+    config = _read_config(folder)
+    model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
+    return adopt(model, name=str(folder), num_layers=int(config.get_text_config().num_hidden_layers))
+
+
+def adopt(model: Any, *, name: str, num_layers: int) -> LoadedModel:
+    """Put our attention into a transformers model and prove by a dry run that every layer calls it.
+
+    Raises:
+        ModelRefused: naming the architecture and what is wrong with it.
+    """
+    kind = type(model).__name__
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+    except ValueError as e:
+        raise ModelRefused(f"--model {name}: {kind} does not take another attention function: {e}. {_HINT}") from e
+    attention = PagedAttention()
+    attention.attach(model)
+    parameter = next(model.parameters())
+    _dry_run(model, name, parameter.device)
+    missing = sorted(set(range(num_layers)) - attention.seen.keys())
+    if missing:
+        raise ModelRefused(f"--model {name}: layers {missing} of {kind} do not attend through our function. {_HINT}")
+    if attention.bidirectional:
+        raise ModelRefused(f"--model {name}: {kind} attends to later tokens, so it cannot generate. {_HINT}")
+    layers = tuple(attention.seen[layer] for layer in range(num_layers))
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device)
+
+
+@torch.inference_mode()
+def _dry_run(model: nn.Module, name: str, device: torch.device) -> None:
+    ids = torch.arange(1, 5, device=device)[None]
+    try:
+        out = model(input_ids=ids, position_ids=ids - 1, use_cache=False)
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as e:
+        raise ModelRefused(f"--model {name}: {type(model).__name__} failed on a first try: {e}. {_HINT}") from e
+    if not bool(out.logits.isfinite().all()):
+        raise ModelRefused(f"--model {name}: {type(model).__name__} gives logits that are not finite; try float32")
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise ModelRefused(f"--model {folder}: config.json is not understood: {e}") from e
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefused(f"--model {folder}: {config.model_type} is an encoder-decoder. {_HINT}")
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ModelRefused(f"--model {folder}: {config.model_type} does not generate text. {_HINT}")
+    return config
+
+
+def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        with _quiet():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as e:
+        raise ModelRefused(f"--model {folder}: the weights cannot be read: {e}") from e
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ModelRefused(f"--model {folder}: {len(info['missing_keys'])} weights are missing, such as {some}")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of transformers on a worker's standard error."""
+    logging_utils = transformers.utils.logging
+    shown = logging_utils.is_progress_bar_enabled()
+    logging_utils.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging_utils.enable_progress_bar()
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """AMX or AVX512-BF16 on x86, the bf16 extension on Arm; elsewhere bfloat16 is emulated and slower than float32."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})

@@ -1,0 +1,62 @@
+"""Gumbel noise from a counter: a function of (seed, position, token) and of nothing else.
+
+argmax(logits + noise) is a sample of softmax(logits). Because no generator carries state, a request draws the same
+tokens whatever else is in the batch, and another worker can go on at any position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+# 23 bits: with 24, (2**24 - 1 + 0.5) / 2**24 rounds to 1.0 in float32, whose noise is infinite.
+_BITS = 23
+
+
+def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Two 32-bit keys per row, from its 64-bit seed and the number of tokens sampled before: [R, 2] int32."""
+    keys = [_mix64(_mix64(seed & _MASK64) + position) for seed, position in zip(seeds, positions, strict=True)]
+    return torch.tensor([[_signed(key), _signed(key >> 32)] for key in keys], dtype=torch.int32, device=device)
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise.
+
+    Args:
+        keys: [R, 2] int32.
+        token_ids: [R, K] or [1, K] integers: whose noise is wanted.
+
+    Returns:
+        [R, K] float32, in about (-2.8, 16.7).
+    """
+    bits = _mix32(token_ids.to(torch.int32) * _signed(0x9E3779B1) ^ keys[:, :1])
+    bits = _mix32(bits ^ keys[:, 1:])
+    uniform = ((bits >> (32 - _BITS)) & ((1 << _BITS) - 1)).float().add_(0.5).mul_(2.0**-_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """An avalanche of 32 bits (multiplications wrap; shifts of int32 keep the sign, hence the masks).
+    The constants are those of Chris Wellons' low-bias search."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _signed(0x7FEB352D)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _mix64(x: int) -> int:
+    """The finaliser of SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    """The low 32 bits of `x` as a signed number, which is what an int32 tensor takes."""
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >= 1 << 31 else x

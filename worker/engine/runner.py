@@ -1,0 +1,54 @@
+"""Runs the model on a step's slices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .attention import PagedAttention
+from .batch import FlatBatch
+from .kv_cache import KVCache
+from .scheduler import Slice
+
+
+class ModelRunner:
+    """The model, its attention and its pool."""
+
+    def __init__(self, model: nn.Module, attention: PagedAttention, cache: KVCache) -> None:
+        self._model = model
+        self._attention = attention
+        self._cache = cache
+        attention.cache = cache
+        # Where the model takes it, its head runs on the sampled rows only.
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def run(self, slices: Sequence[Slice]) -> tuple[list[Slice], torch.Tensor]:
+        """Compute one flat batch.
+
+        Returns:
+            The slices from which a token is sampled, and their logits [S, vocabulary] float32.
+        """
+        cache = self._cache
+        batch = FlatBatch.build(slices, cache.block_size, dtype=cache.dtype, device=cache.device)
+        self._attention.batch = batch.attention
+        keep = {"logits_to_keep": batch.sampled_rows} if self._keeps_rows else {}
+        try:
+            out = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keep)
+        finally:
+            self._attention.batch = None
+        logits = out.logits[0] if keep else out.logits[0, batch.sampled_rows]
+        return [piece for piece in batch.slices if piece.samples], logits.float()
+
+    @torch.inference_mode()
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Clear blocks whose K/V may not be finite."""
+        self._cache.zero(blocks)
+
+    def close(self) -> None:
+        """Let go of the weights and the pool."""
+        self._attention.cache = None
+        del self._model, self._cache

@@ -1,0 +1,139 @@
+"""Chooses the next token of every sequence of a step at once.
+
+    logits ─► adjust (penalties, bias, bans) ─► / temperature ─► top-k ─► top-p ─► min-p ─► + Gumbel noise ─► argmax
+      └─► log-probabilities, of the model's own distribution: before anything above
+
+Rows never look at each other: what a row draws does not depend on which others are in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from ...shared.messages import TokenLogprob
+from .adjust import adjust, needs_adjusting
+from .noise import gumbel, row_keys
+from .sequence import Sequence
+
+# How many of the most likely tokens are tried for top-k, top-p and min-p before more are: sorting a whole vocabulary
+# costs more than the model's own step on a CPU.
+_CANDIDATES = (64, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`token_id` is None where the logits were not finite: the model has failed for this sequence."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sample]:
+    """Sample one token per row. `logits` [S, V] float32 is used up."""
+    best, tokens = logits.max(-1)  # NaN wins a max, so one look tells the greedy token and whether all is finite
+    asked = [row for row, sequence in enumerate(sequences) if sequence.job.return_logprob]
+    logprobs = logits[asked].log_softmax(-1) if asked else None
+    if not all(sequence.params.greedy and not needs_adjusting(sequence) for sequence in sequences):
+        tokens = _choose(logits, sequences)
+    chosen = torch.where(best.isfinite(), tokens, -1).tolist()
+    told: dict[int, TokenLogprob] = {}
+    if logprobs is not None:
+        tops = [sequences[row].job.top_logprobs_num for row in asked]
+        told = dict(zip(asked, _logprobs(logprobs, [chosen[row] for row in asked], tops), strict=True))
+    return [Sample(None) if token < 0 else Sample(token, told.get(row)) for row, token in enumerate(chosen)]
+
+
+def _logprobs(logprobs: torch.Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprob]:
+    """Log-probabilities [R, V] of the chosen tokens and of each row's `tops` most likely ones."""
+    index = torch.tensor(chosen, device=logprobs.device).clamp_(min=0)[:, None]
+    own = logprobs.gather(1, index)[:, 0].tolist()
+    values, ids = (t.tolist() for t in logprobs.topk(min(max(tops), logprobs.shape[1])))
+    return [
+        TokenLogprob(logprob, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
+        for logprob, row_ids, row_values, top in zip(own, ids, values, tops, strict=True)
+    ]
+
+
+def _choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """Tokens [S] where some row is not plainly greedy."""
+    adjust(logits, sequences)
+    tokens = logits.argmax(-1)
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if rows:
+        drawn = [sequences[row] for row in rows]
+        temperatures = torch.tensor([[s.params.temperature] for s in drawn], device=logits.device)
+        scaled = logits.div_(temperatures) if len(rows) == len(sequences) else logits[rows] / temperatures
+        tokens[rows] = _draw(scaled, drawn)
+    return tokens
+
+
+def _draw(scaled: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """Draw from softmax(scaled) [R, V] as each row's top-k, top-p and min-p allow; returns [R] int64."""
+    device, vocabulary = scaled.device, scaled.shape[1]
+    keys = row_keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences], device)
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
+    limited = torch.tensor([_limited(s) for s in sequences], device=device)
+    open_rows, rows = (~limited).nonzero()[:, 0], limited.nonzero()[:, 0]
+    if open_rows.numel():
+        everything = torch.arange(vocabulary, device=device)[None]
+        tokens[open_rows] = scaled[open_rows].add_(gumbel(keys[open_rows], everything)).argmax(-1)
+    limits = _Limits.of(sequences, vocabulary, device)
+    for count in (*_CANDIDATES, vocabulary):
+        if not rows.numel():
+            break
+        picked, settled = _draw_limited(scaled[rows], keys[rows], limits.at(rows), min(count, vocabulary))
+        tokens[rows[settled]] = picked[settled]
+        rows = rows[~settled]
+    return tokens
+
+
+def _limited(sequence: Sequence) -> bool:
+    s = sequence.params
+    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Columns [R, 1]: `top_k` int64 (the vocabulary where there is none), `top_p` and `min_p` float32."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> _Limits:
+        params = [s.params for s in sequences]
+        top_k = [[s.top_k if 0 < s.top_k < vocabulary else vocabulary] for s in params]
+        columns = ([[s.top_p] for s in params], [[s.min_p] for s in params])
+        return cls(torch.tensor(top_k, device=device), *(torch.tensor(column, device=device) for column in columns))
+
+    def at(self, rows: torch.Tensor) -> _Limits:
+        return _Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+def _draw_limited(
+    scaled: torch.Tensor, keys: torch.Tensor, limits: _Limits, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among the `count` most likely tokens.
+
+    Returns:
+        Tokens [R], and [R] bool: whether those tokens are all that the row's limits keep. Where not, `count` was too
+        small and the draw is void.
+    """
+    vocabulary = scaled.shape[1]
+    values, ids = scaled.topk(count)
+    kept = torch.arange(count, device=scaled.device)[None] < limits.top_k
+    # top-p is a share of what top-k left over.
+    among = values.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
+    total = torch.where(limits.top_k < vocabulary, among, scaled.logsumexp(-1, keepdim=True))
+    probabilities = (values - total).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    kept &= (before < limits.top_p) & (probabilities >= limits.min_p * probabilities[:, :1])
+    kept[:, 0] = True  # rounding must not empty a row
+    noisy = (values + gumbel(keys, ids)).masked_fill_(~kept, -torch.inf)
+    tokens = ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+    enough = (limits.top_k <= count)[:, 0]
+    return tokens, enough | ((limits.top_k == vocabulary)[:, 0] & ~kept[:, -1])

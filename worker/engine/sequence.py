@@ -1,0 +1,77 @@
+"""One generation in progress. Pure Python: nothing here touches a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+from ...shared.messages import Finish, GenerateJob, Lane, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A job on its way.
+
+        token_ids   |<--- prompt --->|<--- output --->|
+                    |<- num_computed ->|<- pending -->|       K/V of the computed ones stand in block_table
+
+    A sequence that decodes has one pending token, its newest; one that prefills has more.
+    """
+
+    job: GenerateJob
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens: int  # prompt and output together: where "length" ends it
+    stop_ids: frozenset[int]
+    seed: int
+    arrival: int  # the older goes first within a lane
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    verified: bool = True  # whether the K/V in block_table is known to be finite
+    announced: bool = False  # whether an output has been sent for it
+
+    @property
+    def rid(self) -> str:
+        return self.job.rid
+
+    @property
+    def lane(self) -> Lane:
+        return self.job.lane
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.job.sampling
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def finish(self) -> Finish | None:
+        """Why the sequence ends after its newest output token, or None where it goes on."""
+        if self.num_output_tokens > 0:
+            last = self.token_ids[-1]
+            if last in self.stop_ids and self.num_output_tokens > self.params.min_new_tokens:
+                return Finish("stop", matched=last)
+        if len(self.token_ids) >= self.max_tokens:
+            return Finish("length")
+        return None
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: Ids[int]) -> frozenset[int]:
+    """The ids that end a sequence: the model's, unless told to ignore them, and the request's own."""
+    return frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids))
