@@ -7,6 +7,7 @@ tenant are chosen when there is room, not at arrival. It leaves the stream in on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,11 +17,12 @@ import redis
 import redis.exceptions
 
 from . import keys
-from .clients import AsyncClient, Client, as_overloaded
+from .clients import TRANSIENT, AsyncClient, Client, as_overloaded
 from .errors import InvalidRequest, Overloaded, ProtocolError, StoreUnavailable, Unavailable
 from .ids import choices, shard_in
 from .messages import LANES, Finish, GenerateJob, Lane
 from .scripts import AsyncScripts, Call, Scripts
+from .store import ADMIT_BELOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +160,26 @@ class AsyncJobQueue:
     """The api's and the batch driver's side. A call gives up after a few seconds: a client waits.
 
     Args:
+        memory: bytes that Redis may use; the door closes at `ADMIT_BELOW` of them. 0: it never does.
         max_waiting: how many choices may wait in one lane of one pool, in all.
         max_waiting_tenant: the same for one tenant.
     """
 
     def __init__(
-        self, client: AsyncClient, shards: int, *, max_waiting: int = 10_000, max_waiting_tenant: int = 10_000
+        self,
+        client: AsyncClient,
+        shards: int,
+        *,
+        memory: int = 0,
+        max_waiting: int = 10_000,
+        max_waiting_tenant: int = 10_000,
     ) -> None:
         self._client = client
         self._scripts = AsyncScripts(client)
         self.shards = shards
+        self._memory = memory
+        self._memory_used = 0
+        self._memory_read_at = float("-inf")
         # Requests spread over the shards by hash, so a shard's share has room for an uneven hand.
         self._max_lane = max(64, 2 * max_waiting // shards)
         self._max_tenant = max(64, 2 * max_waiting_tenant // shards)
@@ -197,6 +209,7 @@ class AsyncJobQueue:
             Overloaded: the queue or the memory is full.
             Unavailable: Redis does not answer.
         """
+        await self._check_memory()
         shard, seed = shard_in(job.rid), job.sampling.sampling_seed
         if seed is None:
             raise InvalidRequest("A job has no seed: the api chooses one.", param="seed")
@@ -217,6 +230,19 @@ class AsyncJobQueue:
         if reply[0] == b"full":
             raise Overloaded(f"The queue is full: {reply[1]} requests wait; try again later.", retry_after_s=2)
         return choices(job.rid, n)
+
+    async def _check_memory(self) -> None:
+        """Refuse while there is still room to finish what runs. Memory is read once a second at most."""
+        if not self._memory:
+            return
+        if time.monotonic() - self._memory_read_at > 1.0:
+            self._memory_read_at = time.monotonic()
+            try:
+                self._memory_used = int((await self._client.info("memory"))["used_memory"])
+            except TRANSIENT as e:
+                raise Unavailable("The queue does not answer; try again later.") from e
+        if self._memory_used > ADMIT_BELOW * self._memory:
+            raise Overloaded("The queue's memory is nearly full; try again later.", retry_after_s=5, code="memory_full")
 
     async def cancel(self, rids: Iterable[str], reason: str = "The request was cancelled.") -> int:
         """End requests. Returns how many were still generating."""

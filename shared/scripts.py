@@ -173,7 +173,7 @@ class AsyncScripts:
             pipe = self._client.pipeline(transaction=False)
             for call in calls:
                 pipe.execute_command(*_command(call))
-            replies = await pipe.execute(raise_on_error=False)
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
             if last or not any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
                 break
             for name in NAMES:

@@ -1,0 +1,393 @@
+"""The queue's scripts against a real server: claims, fences, fairness, families, cancellation, lifetimes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from headrace.shared import keys
+from headrace.shared.clients import Client, connect, connect_async
+from headrace.shared.errors import Overloaded
+from headrace.shared.ids import family_from, new_family, shard_in
+from headrace.shared.job_queue import AsyncJobQueue, Claim, JobQueue
+from headrace.shared.messages import (
+    Finish,
+    GenerateJob,
+    Lane,
+    SamplingParams,
+    TextChunk,
+    TokenChunk,
+    TokenLogprob,
+    Usage,
+)
+from headrace.shared.scripts import Scripts
+from headrace.shared.text_stream import Publish, Published, ShardLease, TextStream
+from headrace.shared.token_stream import Append, TokenStream, Written
+
+SHARDS = 4
+LEASE_S = 3.0
+
+
+class Rig:
+    """One Redis with one of each of the queue's clients."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.client: Client = connect(url)
+        self.scripts = Scripts(self.client, limit_s=5.0)
+        self.queue = JobQueue(self.client, self.scripts, SHARDS)
+        self.lease = ShardLease(self.scripts, "detok", LEASE_S)
+        self.text = TextStream(self.client, self.scripts, "detok")
+
+    def tokens(self, owner: str = "w1") -> TokenStream:
+        return TokenStream(self.client, self.scripts, owner, LEASE_S)
+
+    def submit(
+        self, n: int = 1, reader_lease_s: float | None = None, deadline_s: float = 60, **job: object
+    ) -> list[str]:
+        async def go() -> list[str]:
+            client = connect_async(self.url)
+            try:
+                queue = AsyncJobQueue(client, SHARDS, max_waiting=128)
+                made = replace(self.job(), **job)  # type: ignore[arg-type]
+                return list(
+                    await queue.submit(made, n=n, deadline_s=deadline_s, reader_lease_s=reader_lease_s, keep_s=30)
+                )
+            finally:
+                await client.aclose()
+
+        return asyncio.run(go())
+
+    def job(self) -> GenerateJob:
+        sampling = SamplingParams(max_new_tokens=8, sampling_seed=7)
+        return GenerateJob(new_family(SHARDS), "m", "m", "sha", tuple(range(20)), sampling)
+
+    def pull(self, slots: int = 100, owner: str = "w1", lease_s: float = LEASE_S) -> list[Claim]:
+        return self.queue.pull("m", owner=owner, consumer=f"host:{owner}", slots=slots, lease_s=lease_s)
+
+    def sweep(self, reclaim: bool = True) -> None:
+        for shard in range(SHARDS):
+            while self.queue.sweep(shard, reclaim=reclaim, text_budget=1 << 20):
+                pass
+
+    def state(self, rid: str) -> dict[str, str]:
+        raw = self.client.hgetall(keys.request(shard_in(rid), rid))
+        return {k.decode(): v.decode("utf-8", "replace") for k, v in raw.items()}
+
+    def expire_lease(self, rid: str) -> None:
+        """As if the lease had run out."""
+        self.client.hset(keys.request(shard_in(rid), rid), "lu", 1)
+        self.client.zadd(keys.active(shard_in(rid)), {rid: 1})
+
+    def publish_end(self, rid: str, tokens: int) -> Published:
+        shard = shard_in(rid)
+        epoch = self.lease.take([shard])[shard]
+        chunk = TextChunk(rid, 0, "text", Usage(20, tokens), finish=Finish("stop"))
+        return self.text.publish(shard, epoch, [Publish(chunk, 0, tokens, b"state")])[rid]
+
+
+@pytest.fixture
+def rig(redis_url: str) -> Iterator[Rig]:
+    rig = Rig(redis_url)
+    yield rig
+    rig.client.close()
+
+
+def chunk(rid: str, start: int, *ids: int, finish: Finish | None = None) -> TokenChunk:
+    return TokenChunk(rid, start, tuple(ids), finish=finish)
+
+
+def test_a_job_goes_from_submit_to_done_and_leaves_nothing_behind(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    (claim,) = rig.pull()
+    assert claim.job.rid == rid
+    assert claim.job.input_ids == tuple(range(20))
+    assert claim.job.sampling.sampling_seed == 7
+    assert (claim.epoch, claim.produced, claim.attempts) == (1, 0, 0)
+    tokens = rig.tokens()
+    assert tokens.append([Append(1, chunk(rid, 0, 5))]) == {rid: Written.OK}
+    assert tokens.append([Append(1, chunk(rid, 1, 6, 2**32, -1, finish=Finish("stop", matched=2)))]) == {
+        rid: Written.OK
+    }
+    assert rig.tokens("x").read({rid: 0})[rid] == [
+        chunk(rid, 0, 5),
+        chunk(rid, 1, 6, 2**32, -1),
+        TokenChunk(rid, 4, finish=Finish("stop", matched=2)),
+    ]
+    assert rig.publish_end(rid, 4) is Published.OK
+    shard = shard_in(rid)
+    left = {k.decode() for k in rig.client.keys(f"hr:{{{shard}}}:*")}
+    assert keys.tokens(shard, rid) not in left
+    assert f"hr:{{{shard}}}:b:{rid[:-2]}" not in left
+    assert rig.client.pttl(keys.request(shard, rid)) > 0
+    assert rig.client.pttl(keys.text(shard, rid)) > 0
+    assert rig.client.zcard(keys.active(shard)) == 0
+    assert rig.client.xlen(keys.jobs(shard, "m", "std")) == 0
+    assert rig.client.xpending(keys.jobs(shard, "m", "std"), keys.GROUP)["pending"] == 0
+
+
+def test_submitting_a_family_twice_changes_nothing(rig: Rig) -> None:
+    family = family_from("batch 1 line 2", SHARDS)
+    first = rig.submit(n=3, rid=family)
+    assert rig.submit(n=3, rid=family) == first == [f"{family}.{i}" for i in range(3)]
+    claims = rig.pull()
+    assert sorted(c.job.rid for c in claims) == first
+    assert sorted(c.job.sampling.sampling_seed or 0 for c in claims) == [7, 8, 9]
+    assert rig.submit(n=3, rid=family) == first
+    assert rig.pull() == []
+
+
+def test_the_body_of_a_family_goes_with_its_last_choice(rig: Rig) -> None:
+    rids = rig.submit(n=2)
+    rig.pull()
+    body = f"hr:{{{shard_in(rids[0])}}}:b:{rids[0][:-2]}"
+    for rid, there in zip(rids, (1, 0), strict=True):
+        rig.tokens().append([Append(1, chunk(rid, 0, 5, finish=Finish("length")))])
+        assert rig.publish_end(rid, 1) is Published.OK
+        assert rig.client.exists(body) == there
+
+
+def test_every_script_sent_twice_changes_nothing(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    tokens, write = rig.tokens(), Append(1, chunk(rid, 0, 5, 6))
+    end = Append(1, chunk(rid, 2, 7, finish=Finish("stop")))
+    for append in (write, write, end, end):
+        assert tokens.append([append]) == {rid: Written.OK}
+    assert [c.token_ids for c in tokens.read({rid: 0})[rid]] == [(5, 6), (7,), ()]
+    assert rig.publish_end(rid, 3) is Published.OK
+    assert rig.publish_end(rid, 3) is Published.ENDED
+    assert rig.client.xlen(keys.text(shard_in(rid), rid)) == 1
+
+
+def test_a_gap_is_refused(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    assert rig.tokens().append([Append(1, chunk(rid, 1, 5))]) == {rid: Written.MISPLACED}
+
+
+def test_a_worker_that_lost_its_lease_writes_nothing(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull(owner="w1")
+    assert rig.tokens("w1").append([Append(1, chunk(rid, 0, 5))]) == {rid: Written.OK}
+    rig.expire_lease(rid)
+    rig.sweep()
+    assert rig.tokens("w1").append([Append(1, chunk(rid, 1, 6))]) == {rid: Written.FENCED}
+    (claim,) = rig.pull(owner="w2")
+    assert (claim.epoch, claim.produced, claim.attempts) == (2, 1, 0)
+    assert rig.tokens().read_ids(rid, 1) == [5]
+    assert rig.tokens("w1").append([Append(1, chunk(rid, 1, 6))]) == {rid: Written.FENCED}
+    # The epoch alone is not enough: after a failover it may be granted twice.
+    assert rig.tokens("w1").append([Append(2, chunk(rid, 1, 6))]) == {rid: Written.FENCED}
+    assert rig.tokens("w2").append([Append(2, chunk(rid, 1, 6))]) == {rid: Written.OK}
+
+
+def test_no_lease_is_judged_during_the_grace(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    rig.expire_lease(rid)
+    rig.sweep(reclaim=False)
+    assert rig.state(rid)["st"] == "run"
+    rig.expire_lease(rid)
+    rig.sweep()
+    assert rig.state(rid)["st"] == "q"
+
+
+def test_three_deaths_without_a_token_are_the_end(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    for attempt in range(3):
+        (claim,) = rig.pull(owner=f"w{attempt}")
+        assert claim.attempts == attempt
+        rig.expire_lease(rid)
+        rig.sweep()
+    assert rig.pull() == []
+    (end,) = rig.tokens().read({rid: 0})[rid]
+    assert end.finish is not None
+    assert (end.finish.type, end.finish.status) == ("error", 500)
+    assert rig.client.xlen(keys.dead(shard_in(rid))) == 1
+
+
+def test_a_token_clears_the_attempts(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    for i in range(6):
+        (claim,) = rig.pull(owner=f"w{i}")
+        rig.tokens(f"w{i}").append([Append(claim.epoch, chunk(rid, i, 5))])
+        rig.expire_lease(rid)
+        rig.sweep()
+    assert rig.state(rid)["st"] == "q"
+    assert rig.state(rid)["att"] == "0"
+
+
+def test_giving_back_is_free_and_goes_first(rig: Rig) -> None:
+    (first,) = rig.submit()
+    (claim,) = rig.pull()
+    shard = shard_in(first)
+    while shard_in(rig.submit()[0]) != shard:
+        pass
+    assert rig.queue.release("w1", [(first, claim.epoch)]) == 1
+    assert rig.queue.release("w1", [(first, claim.epoch)]) == 0
+    again = rig.pull(owner="w2")
+    assert first in [c.job.rid for c in again]
+    in_shard = [c.job.rid for c in again if shard_in(c.job.rid) == shard]
+    assert in_shard[0] == first
+    assert all(c.attempts == 0 for c in again)
+
+
+def test_a_pull_whose_reply_was_lost_is_given_back(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull(owner="w1")
+    assert rig.queue.recover("m", owner="w1", consumer="host:w1", held=[rid]) == 0
+    assert rig.queue.recover("m", owner="w1", consumer="host:w1", held=[]) == 1
+    assert [c.job.rid for c in rig.pull(owner="w2")] == [rid]
+
+
+def test_lanes_are_served_in_order(rig: Rig) -> None:
+    lanes: tuple[Lane, ...] = ("batch", "std", "rt")
+    for lane in lanes * 3:
+        rig.submit(lane=lane)
+    assert [c.job.lane for c in rig.pull()] == ["rt"] * 3 + ["std"] * 3 + ["batch"] * 3
+
+
+def test_tenants_share_by_tokens(rig: Rig) -> None:
+    def family_in(shard: int) -> str:
+        while shard_in(family := new_family(SHARDS)) != shard:
+            pass
+        return family
+
+    for _ in range(12):
+        rig.submit(rid=family_in(0), tenant="many")
+    for _ in range(3):
+        rig.submit(rid=family_in(0), tenant="few")
+    order = [rig.pull(slots=1)[0].job.tenant for _ in range(6)]
+    assert order.count("few") == 3
+
+
+def test_a_tenant_that_idled_earns_no_credit(rig: Rig) -> None:
+    def submit(tenant: str) -> None:
+        rig.submit(rid=family_from(f"{tenant}{time.monotonic_ns()}", 1), tenant=tenant)
+
+    for _ in range(8):
+        submit("steady")
+    for _ in range(4):
+        rig.pull(slots=1)
+    for _ in range(4):
+        submit("late")
+    order = [rig.pull(slots=1)[0].job.tenant for _ in range(4)]
+    assert "steady" in order  # with the credit of its idle time, "late" would have all four
+
+
+def test_cancel_while_waiting_and_while_running(rig: Rig) -> None:
+    (waiting,) = rig.submit()
+    rig.queue.cancel([waiting], Finish("abort", message="no more"))
+    assert rig.pull() == []
+    (end,) = rig.tokens().read({waiting: 0})[waiting]
+    assert end.finish == Finish("abort", message="no more")
+
+    (running,) = rig.submit()
+    rig.pull()
+    assert rig.queue.cancel([running], Finish("abort")) == 1
+    assert rig.tokens().append([Append(1, chunk(running, 0, 5))]) == {running: Written.CANCELLED}
+    assert rig.tokens().append([Append(1, chunk(running, 1, 6))]) == {running: Written.ENDED}
+
+
+def test_a_cancelled_request_whose_worker_died_is_not_run_again(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    rig.queue.cancel([rid], Finish("abort"))
+    rig.expire_lease(rid)
+    rig.sweep()
+    assert rig.pull() == []
+    assert rig.state(rid)["st"] == "gd"
+
+
+def test_a_reader_that_went_away_ends_its_request(rig: Rig) -> None:
+    (rid,) = rig.submit(reader_lease_s=0.05)
+    time.sleep(0.1)
+    rig.sweep()
+    (end,) = rig.tokens().read({rid: 0})[rid]
+    assert end.finish is not None
+    assert end.finish.type == "abort"
+
+
+def test_a_deadline_ends_a_waiting_request(rig: Rig) -> None:
+    (rid,) = rig.submit(deadline_s=0.02)
+    time.sleep(0.05)
+    assert rig.pull() == []
+    (end,) = rig.tokens().read({rid: 0})[rid]
+    assert end.finish is not None
+    assert end.finish.status == 504
+
+
+def test_a_full_queue_refuses(rig: Rig) -> None:
+    for i in range(64):
+        rig.submit(rid=family_from(str(i), 1))
+    with pytest.raises(Overloaded, match="full"):
+        rig.submit(rid=family_from("one more", 1))
+
+
+def test_a_body_that_cannot_be_read_is_answered(rig: Rig) -> None:
+    (bad,), (good,) = rig.submit(), rig.submit()
+    rig.client.hset(f"hr:{{{shard_in(bad)}}}:b:{bad[:-2]}", "body", b"\x01garbage")
+    assert [c.job.rid for c in rig.pull()] == [good]
+    (end,) = rig.tokens().read({bad: 0})[bad]
+    assert end.finish is not None
+    assert end.finish.type == "error"
+
+
+def test_publish_is_fenced_by_the_shards_lease(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    shard = shard_in(rid)
+    epoch = rig.lease.take([shard])[shard]
+    other = ShardLease(rig.scripts, "other", LEASE_S)
+    assert other.take([shard]) == {}
+    rig.lease.give_up([shard])
+    assert other.take([shard]) == {shard: epoch + 1}
+    write = Publish(TextChunk(rid, 0, "a", Usage(20, 1)), 0, 1, b"")
+    assert rig.text.publish(shard, epoch, [write]) == {rid: Published.SHARD_LOST}
+    theirs = TextStream(rig.client, rig.scripts, "other")
+    assert theirs.publish(shard, epoch + 1, [write]) == {rid: Published.OK}
+    assert theirs.publish(shard, epoch + 1, [write]) == {rid: Published.MISPLACED}
+    record = theirs.records([rid])[rid]
+    assert (record.consumed, record.offset, record.params.prompt_tokens) == (1, 1, 20)
+
+
+def test_finished_text_stays_within_its_budget(rig: Rig) -> None:
+    rids = [rig.submit(rid=family_from(str(i), 1))[0] for i in range(6)]
+    rig.pull()
+    for rid in rids:
+        rig.tokens().append([Append(1, chunk(rid, 0, 5, finish=Finish("stop")))])
+        rig.publish_end(rid, 1)
+    rig.queue.sweep(0, reclaim=True, text_budget=3 * 1028)
+    kept = [rid for rid in rids if rig.client.exists(keys.text(0, rid))]
+    assert kept == rids[3:]
+
+
+@pytest.mark.parametrize("break_it", [lambda c: c.script_flush(), lambda c: c.flushall()], ids=["scripts", "all"])
+def test_scripts_come_back_after_a_flush(rig: Rig, break_it: Callable[[Client], object]) -> None:
+    rig.submit()
+    break_it(rig.client)
+    (rid,) = rig.submit()
+    assert rid in [c.job.rid for c in rig.pull()]
+
+
+def test_a_flush_in_flight_survives_a_lost_connection(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    tokens = rig.tokens()
+    tokens.begin_append([Append(1, chunk(rid, 0, 5))])
+    with connect(rig.url) as other:
+        other.client_kill_filter(_type="normal", skipme=True)
+    assert tokens.finish_append() == {rid: Written.OK}
+    assert rig.tokens().read_ids(rid, 1) == [5]
+
+
+def test_logprobs_travel_with_their_tokens(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    sent = TokenChunk(rid, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5), (9, -1.5))), TokenLogprob(-2.0)), cached_tokens=3)
+    rig.tokens().append([Append(1, sent)])
+    assert rig.tokens().read({rid: 0})[rid] == [sent]
