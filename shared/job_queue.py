@@ -193,6 +193,7 @@ class AsyncJobQueue:
         reader_lease_s: float | None,
         keep_s: float,
         reader: str = "",
+        plan: bytes = b"",
     ) -> tuple[str, ...]:
         """Accept a family of `n` choices. Submitting the same family again changes nothing.
 
@@ -201,6 +202,7 @@ class AsyncJobQueue:
             reader_lease_s: the request is cancelled when nobody has touched it for so long; None: it has no reader.
             keep_s: how long the text stays once the request is done.
             reader: name of the api replica to push text to.
+            plan: what any api replica must know to go on with the answer; `plan` reads it as long as the text is kept.
 
         Returns:
             The rids of the choices.
@@ -218,7 +220,7 @@ class AsyncJobQueue:
         args = (
             *(job.rid, n, job.pool, job.lane, job.tenant, int(deadline_s * 1000), lease, int(keep_s * 1000), reader),
             *(len(job.input_ids) + expected, seed, self._max_lane, self._max_tenant),
-            *(job.decode_params().encode(), job.encode()),
+            *(job.decode_params().encode(), job.encode(), plan),
         )
         try:
             reply = await self._scripts.call(Call("submit", shard, args))
@@ -254,12 +256,24 @@ class AsyncJobQueue:
         """Renew the reader leases and have text pushed to `reader`. Returns which requests are still there."""
         lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
         groups = by_shard(rids)
-        replies = await self._scripts.call_many([Call("touch", s, (lease, reader, *group)) for s, group in groups])
+        replies = await self._scripts.call_many([Call("touch", s, (lease, reader, 0, *group)) for s, group in groups])
         return {
             rid: bool(there)
             for (_, group), reply in zip(groups, replies, strict=True)
             for rid, there in zip(group, reply, strict=True)
         }
+
+    async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None:
+        """Read no more: the requests end after `grace_s`, unless another reader has come or comes by then."""
+        calls = [Call("touch", s, (int(grace_s * 1000), reader, 1, *group)) for s, group in by_shard(rids)]
+        if calls:
+            await self._scripts.call_many(calls)
+
+    async def plan(self, family: str) -> bytes | None:
+        """What `submit` was given as `plan`; None when the request is not there (any more), or had none."""
+        shard = shard_in(family)
+        value: bytes | None = await self._client.hget(keys.request(shard, f"{family}.0"), "an")
+        return value
 
     async def waiting(self, pool: str) -> dict[str, int]:
         """How many choices wait, by lane."""

@@ -39,6 +39,7 @@ Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
     pl, ln, tn  pool, lane, tenant     ct cost in tokens for fairness        sd  seed
     rd   reader lease until        to  reader: the api replica to push to     kp  ms to keep the text once done
     dc   DecodeParams              ds  the detokenizer's state as of c and o
+    an   how the api answers a stream (api/plan.py), with choice 0
 """
 
 from __future__ import annotations

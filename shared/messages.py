@@ -12,14 +12,13 @@ import dataclasses
 import struct
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import orjson
 
+from .codec import VERSION, build, dump, parse
 from .errors import ProtocolError
-
-VERSION = 1
 
 Lane = Literal["rt", "std", "batch"]
 LANES: tuple[Lane, ...] = ("rt", "std", "batch")  # in the order in which workers serve them
@@ -102,11 +101,11 @@ class DecodeParams:
     return_token_ids: bool = False
 
     def encode(self) -> bytes:
-        return _dump(self)
+        return dump(self)
 
     @classmethod
     def decode(cls, data: bytes) -> DecodeParams:
-        return _load(cls, _json(data))
+        return build(cls, parse(data))
 
 
 PROMPT_TAIL = 5
@@ -119,6 +118,8 @@ class GenerateJob:
     `rid` is ours, never a client's, and never used again. Its family (`n` choices) shares the encoded body; `rid` and
     `sampling.sampling_seed` of a choice are put in when it is handed over.
     """
+
+    NESTED: ClassVar = {"sampling": SamplingParams}
 
     rid: str
     model: str
@@ -152,7 +153,7 @@ class GenerateJob:
 
     def encode(self) -> bytes:
         """`version u8 | header length u32 | header JSON | zlib(prompt ids, int64 little-endian)`."""
-        header = _dump(dataclasses.replace(self, input_ids=()))
+        header = dump(dataclasses.replace(self, input_ids=()))
         ids = zlib.compress(np.asarray(self.input_ids, dtype="<i8").tobytes(), 1)
         return struct.pack("<BI", VERSION, len(header)) + header + ids
 
@@ -163,12 +164,12 @@ class GenerateJob:
             version, size = struct.unpack_from("<BI", data)
             if version != VERSION:
                 raise ProtocolError(f"job body of version {version}; this release reads {VERSION}")
-            header = _json(data[5 : 5 + size])
+            header = parse(data[5 : 5 + size])
             ids = np.frombuffer(zlib.decompress(data[5 + size :]), dtype="<i8")
         except (struct.error, zlib.error, ValueError) as e:
             raise ProtocolError(f"job body of {len(data)} bytes cannot be read: {e}") from e
         header["input_ids"] = ids.tolist()
-        return _load(cls, header)
+        return build(cls, header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +190,11 @@ class Finish:
     status: int = 500  # for error: the HTTP status that fits
 
     def encode(self) -> bytes:
-        return _dump(self)
+        return dump(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Finish:
-        return _load(cls, _json(data))
+        return build(cls, parse(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,11 @@ class TextLogprob:
     logprob: float
     top: tuple[TextLogprob, ...] = ()
 
+    NESTED: ClassVar[dict[str, type]] = {}
+
+
+TextLogprob.NESTED["top"] = TextLogprob  # a class cannot name itself in its own body
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -235,6 +241,8 @@ class TextChunk:
     Text, `token_ids` and `logprobs` cover the same tokens. `seq` numbers the chunks that end at one byte offset, so
     that (end, seq) is a total order, and the entry id of the stream.
     """
+
+    NESTED: ClassVar = {"usage": Usage, "finish": Finish, "logprobs": TextLogprob}
 
     rid: str
     offset: int  # bytes
@@ -257,7 +265,7 @@ class TextChunk:
 
     @classmethod
     def decode(cls, rid: str, offset: int, seq: int, text: bytes, meta: bytes) -> TextChunk:
-        return _load(cls, _json(meta) | {"rid": rid, "offset": offset, "seq": seq, "text": text.decode()})
+        return build(cls, parse(meta) | {"rid": rid, "offset": offset, "seq": seq, "text": text.decode()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,76 +289,8 @@ class ModelCard:
     created: int = 0  # Unix seconds
 
     def encode(self) -> bytes:
-        return _dump(self)
+        return dump(self)
 
     @classmethod
     def decode(cls, data: bytes) -> ModelCard:
-        return _load(cls, _json(data))
-
-
-T = TypeVar("T")
-
-# Which fields hold other messages, or tuples of them: `_load` rebuilds these and turns every other list into a tuple.
-_NESTED: dict[tuple[str, str], type] = {}
-
-
-def _nested() -> dict[tuple[str, str], type]:
-    if not _NESTED:
-        _NESTED.update(
-            {
-                ("GenerateJob", "sampling"): SamplingParams,
-                ("TextChunk", "usage"): Usage,
-                ("TextChunk", "finish"): Finish,
-                ("TextChunk", "logprobs"): TextLogprob,
-                ("TextLogprob", "top"): TextLogprob,
-                ("TokenChunk", "finish"): Finish,
-            }
-        )
-    return _NESTED
-
-
-def _dump(message: Any) -> bytes:
-    """A message as JSON, without the fields that stand at their defaults."""
-    out = {
-        f.name: value
-        for f in dataclasses.fields(message)
-        if (value := getattr(message, f.name)) != f.default or f.default is dataclasses.MISSING
-    }
-    return orjson.dumps({"v": VERSION} | out)
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as e:
-        raise ProtocolError(f"message is not JSON: {data[:80]!r}") from e
-    if not isinstance(value, dict):
-        raise ProtocolError(f"message is not an object: {data[:80]!r}")
-    if value.get("v", VERSION) != VERSION:
-        raise ProtocolError(f"message of version {value['v']}; this release reads {VERSION}")
-    return value
-
-
-def _load(cls: type[T], raw: dict[str, Any]) -> T:
-    """Build `cls` from decoded JSON: unknown fields are dropped, lists become tuples, nested messages are built."""
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    nested = _nested()
-    out: dict[str, Any] = {}
-    for name, value in raw.items():
-        if name not in names:
-            continue
-        inner = nested.get((cls.__name__, name))
-        if inner is not None and isinstance(value, list):
-            out[name] = tuple(_load(inner, item) for item in value)
-        elif inner is not None and isinstance(value, dict):
-            out[name] = _load(inner, value)
-        else:
-            out[name] = _tuples(value)
-    try:
-        return cls(**out)
-    except TypeError as e:
-        raise ProtocolError(f"{cls.__name__} lacks a field: {e}") from e
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+        return build(cls, parse(data))

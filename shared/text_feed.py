@@ -105,7 +105,9 @@ class TextFeed:
             yield following
         finally:
             for rid in following.positions:
-                self._by_rid.pop(rid, None)
+                if self._by_rid.get(rid) is not following:
+                    continue  # another follower has taken over
+                del self._by_rid[rid]
                 self._quiet.discard(rid)
                 self._behind.discard(rid)
 

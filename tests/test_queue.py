@@ -361,6 +361,7 @@ def test_finished_text_stays_within_its_budget(rig: Rig) -> None:
     for rid in rids:
         rig.tokens().append([Append(1, chunk(rid, 0, 5, finish=Finish("stop")))])
         rig.publish_end(rid, 1)
+        time.sleep(0.002)  # ends are ordered by the millisecond
     rig.queue.sweep(0, reclaim=True, text_budget=3 * 1028)
     kept = [rid for rid in rids if rig.client.exists(keys.text(0, rid))]
     assert kept == rids[3:]

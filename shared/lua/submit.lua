@@ -1,5 +1,6 @@
 -- submit: accept a family of choices, once. No allow-oom: a full store refuses at the door.
 -- ARGV: family n pool lane tenant deadline_ms reader_ms|'' keep_ms reader cost seed max_lane max_tenant decode_params body
+--   plan|'': kept with choice 0
 -- Replies {'ok'} (also when it was accepted before), or {'full', waiting}.
 local family, n, now = ARGV[1], tonumber(ARGV[2]), clock_ms()
 if redis.call('EXISTS', P .. 'r:' .. family .. '.0') == 1 then return {'ok'} end
@@ -21,5 +22,6 @@ for i = 0, n - 1 do
   redis.call('ZADD', P .. 'act', due(h, now), rid)
   enqueue(rid, h, false)
 end
+if ARGV[16] ~= '' then redis.call('HSET', P .. 'r:' .. family .. '.0', 'an', ARGV[16]) end
 count('submitted', n)
 return {'ok'}
