@@ -34,60 +34,21 @@ _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 class TransformersEngine:
     """Continuous batching over one model. Answers to `worker.interface.Engine`.
 
-    Args:
-        card: what other roles know of the model; its context length and eos ids are the engine's.
-        scheduler: holds the sequences and blocks.
-        runner: the model.
+    Raises:
+        ModelRefused, ConfigError: with the key and the value, and what to do.
     """
 
-    def __init__(self, card: ModelCard, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self.card = card
-        self._scheduler = scheduler
-        self._runner = runner
-        self._arrivals = 0
-        self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
-
-    @classmethod
-    def from_settings(cls, settings: WorkerSettings) -> TransformersEngine:
-        """Load the model that the settings name.
-
-        Raises:
-            ModelRefused, ConfigError: with the key and the value, and what to do.
-        """
+    def __init__(self, settings: WorkerSettings) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         card, _ = load_card(settings)
         device = resolve_device(settings)
         loaded = load_model(resolve_model(settings)[1], dtype=resolve_dtype(settings, device), device=device)
-        return cls.assemble(settings, card, loaded)
-
-    @classmethod
-    def assemble(cls, settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> TransformersEngine:
-        """An engine around a model that is loaded already."""
-        on_cpu = loaded.device.type == "cpu"
-        max_running = settings.max_running or (32 if on_cpu else 256)
-        max_batch_tokens = settings.max_batch_tokens or max(max_running, 256 if on_cpu else 8192)
-        blocks = num_blocks(
-            settings,
-            loaded.layers,
-            dtype=loaded.dtype,
-            device=loaded.device,
-            context_length=card.context_length,
-            max_running=max_running,
-        )
-        cache = KVCache(
-            loaded.layers, num_blocks=blocks, block_size=settings.block_size, dtype=loaded.dtype, device=loaded.device
-        )
-        scheduler = Scheduler(
-            BlockAllocator(blocks, settings.block_size), max_running=max_running, max_batch_tokens=max_batch_tokens
-        )
-        card = dataclasses.replace(
-            card,
-            vocab_size=loaded.vocab_size,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-        )
-        log.info("%s: %d K/V blocks of %d tokens on %s", card.name, blocks - 1, settings.block_size, loaded.device)
-        return cls(card, scheduler, ModelRunner(loaded.model, loaded.attention, cache))
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        self.card = dataclasses.replace(card, vocab_size=loaded.vocab_size, dtype=dtype)
+        self._scheduler, self._runner = _build(settings, self.card, loaded)
+        self._arrivals = 0
+        self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
     def add(self, job: GenerateJob, produced: Ids[int] = ()) -> None:
         if job.rid in self._scheduler:
@@ -210,3 +171,28 @@ class TransformersEngine:
 def _seed_of(rid: str) -> int:
     """A seed for a job that came without one; the same on every worker, so that another one can go on."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "big")
+
+
+def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tuple[Scheduler, ModelRunner]:
+    """The pool that memory allows, who shares it out, and the model over it."""
+    on_cpu = loaded.device.type == "cpu"
+    max_running = settings.max_running or (32 if on_cpu else 256)
+    max_batch_tokens = settings.max_batch_tokens or max(max_running, 256 if on_cpu else 8192)
+    blocks = num_blocks(
+        settings,
+        loaded.layers,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        context_length=card.context_length,
+        max_running=max_running,
+    )
+    size = settings.block_size
+    log.info("%s: %d K/V blocks of %d tokens on %s", card.name, blocks - 1, size, loaded.device)
+    cache = KVCache(loaded.layers, num_blocks=blocks, block_size=size, dtype=loaded.dtype, device=loaded.device)
+    scheduler = Scheduler(
+        BlockAllocator(blocks, size),
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        fixed_chunks=settings.deterministic,
+    )
+    return scheduler, ModelRunner(loaded.model, loaded.attention, cache, alone=settings.deterministic)

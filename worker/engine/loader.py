@@ -114,11 +114,10 @@ def _read_config(folder: Path) -> Any:
 
 
 def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
+    from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # its types know no loading info
     try:
         with _quiet():
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
+            model, info = from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, ImportError) as e:
         raise ModelRefused(f"--model {folder}: the weights cannot be read: {e}") from e
     if info["missing_keys"]:
@@ -130,7 +129,7 @@ def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bar of transformers on a worker's standard error."""
-    logging_utils = transformers.utils.logging
+    logging_utils: Any = transformers.utils.logging
     shown = logging_utils.is_progress_bar_enabled()
     logging_utils.disable_progress_bar()
     try:

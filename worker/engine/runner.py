@@ -15,23 +15,34 @@ from .scheduler import Slice
 
 
 class ModelRunner:
-    """The model, its attention and its pool."""
+    """The model, its attention and its pool.
 
-    def __init__(self, model: nn.Module, attention: PagedAttention, cache: KVCache) -> None:
+    Args:
+        alone: compute each slice by itself. The kernels that multiply matrices round differently for different batch
+            sizes, so this is what makes a sequence's bytes independent of its neighbours (the deterministic mode).
+    """
+
+    def __init__(self, model: nn.Module, attention: PagedAttention, cache: KVCache, *, alone: bool = False) -> None:
         self._model = model
         self._attention = attention
         self._cache = cache
+        self._alone = alone
         attention.cache = cache
         # Where the model takes it, its head runs on the sampled rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice]) -> tuple[list[Slice], torch.Tensor]:
-        """Compute one flat batch.
+        """Compute a step.
 
         Returns:
             The slices from which a token is sampled, and their logits [S, vocabulary] float32.
         """
+        groups = [[piece] for piece in slices] if self._alone else [slices]
+        results = [self._forward(group) for group in groups]
+        return [piece for sampled, _ in results for piece in sampled], torch.cat([logits for _, logits in results])
+
+    def _forward(self, slices: Sequence[Slice]) -> tuple[list[Slice], torch.Tensor]:
         cache = self._cache
         batch = FlatBatch.build(slices, cache.block_size, dtype=cache.dtype, device=cache.device)
         self._attention.batch = batch.attention
