@@ -80,9 +80,11 @@ def _worker(argv: Sequence[str]) -> int:
 
     settings = load(WorkerSettings, argv, "headrace worker")
     if settings.model:
-        from .models import resolve
+        from .models import resolve, split_name
 
-        settings = settings.model_copy(update={"model": str(resolve(settings.model))})
+        name, place = split_name(settings.model)
+        folder = resolve(place, needs="tokenizer.json" if settings.scripted else "config.json")
+        settings = settings.model_copy(update={"model": f"{name}={folder}"})
     _title("worker")
     from ..worker.main import run
 

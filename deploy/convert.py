@@ -24,7 +24,7 @@ def convert_gguf(source: Path, target: Path, changes: dict[str, dict[str, Any]])
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, name = str(source.parent), source.name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
     # Written out plain: the values are those of the quantised file, their packing is gone.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

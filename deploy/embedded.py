@@ -19,13 +19,14 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
 import redis
 
-from ..shared.clients import connect
+from ..shared.clients import Client, connect
 from ..shared.errors import ConfigError, StoreRefused
 from .process import is_alive, program_command
 
@@ -99,30 +100,23 @@ class DataFolder:
                 f"--data-dir (HEADRACE_DATA_DIR): {self.path} cannot be written ({e.strerror}); "
                 "give another folder or change its owner"
             ) from e
-        self._lock: TextIO | None = None
 
-    def lock(self, url: str) -> None:
-        """Take the folder for this process until it ends; `url` is told to whoever comes second.
+    @contextlib.contextmanager
+    def locked(self, url: str) -> Iterator[None]:
+        """Hold the folder for this process; `url` is told to whoever comes second.
 
         Raises:
             ConfigError: another process has it.
         """
-        lock = open(self.path / "serve.lock", "a+")  # noqa: SIM115 - held until unlock, or until the process ends
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with lock:
+        with open(self.path / "serve.lock", "a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise ConfigError(self._taken(lock)) from None
-        lock.truncate(0)
-        lock.write(json.dumps({"pid": os.getpid(), "url": url}))
-        lock.flush()
-        self._lock = lock
-
-    def unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.truncate(0)
-            self._lock.close()
-            self._lock = None
+            lock.truncate(0)
+            lock.write(json.dumps({"pid": os.getpid(), "url": url}))
+            lock.flush()
+            yield
 
     def _taken(self, lock: TextIO) -> str:
         lock.seek(0)
@@ -165,10 +159,18 @@ class EmbeddedServer:
         return f"unix://{secret}{quote(str(self.socket))}"
 
     def start(self) -> bool:
-        """Start the server, or adopt the one that runs on this folder; returns whether it was adopted.
+        """Launch the server and wait until it answers; returns whether a running one was adopted."""
+        adopted = self.launch()
+        self.wait()
+        return adopted
+
+    def launch(self) -> bool:
+        """Start the server's process, or adopt the one that runs on this folder; returns whether it was adopted.
+
+        Call it from the main thread, whose end the server does not outlive.
 
         Raises:
-            StoreRefused: it ends at once, does not answer in time, or an older one neither answers nor goes.
+            StoreRefused: an older one neither answers nor goes.
             ConfigError: there is no binary.
         """
         self.home.mkdir(exist_ok=True)
@@ -187,8 +189,27 @@ class EmbeddedServer:
             process_group=0,  # Ctrl-C in a terminal is for serve, which stops the roles first
         )
         self.pid = self.process.pid
-        self._wait_until_it_answers()
         return False
+
+    def wait(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            StoreRefused: it ended, or is not up in time.
+        """
+        until = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                self._client().ping()
+                return
+            except redis.ConnectionError as e:  # BusyLoading, too
+                if not self.is_running():
+                    raise StoreRefused(f"the embedded server ended: {self._last_words()}") from e
+                if time.monotonic() > until:
+                    raise StoreRefused(
+                        f"the embedded server is not up after {START_LIMIT_S:.0f} s: {self._last_words()}"
+                    ) from e
+            time.sleep(0.005)
 
     def stop(self) -> None:
         """Have the server write out its append-only file and end; kill it when it takes too long."""
@@ -258,23 +279,6 @@ class EmbeddedServer:
             return None
         return pid if ours and is_alive(pid) else None
 
-    def _wait_until_it_answers(self) -> None:
-        assert self.process is not None
-        until = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                self._client().ping()
-                return
-            except redis.ConnectionError as e:  # BusyLoading, too
-                if self.process.poll() is not None:
-                    raise StoreRefused(f"the embedded server ended at once: {self._last_words()}") from e
-                if time.monotonic() > until:
-                    self.stop()
-                    raise StoreRefused(
-                        f"the embedded server is not up after {START_LIMIT_S:.0f} s: {self._last_words()}"
-                    ) from e
-            time.sleep(0.005)
-
     def _last_words(self) -> str:
         try:
             lines = self.log.read_text(errors="replace").splitlines()
@@ -282,7 +286,7 @@ class EmbeddedServer:
             lines = []
         return f"{lines[-1] if lines else 'it said nothing'} (log: {self.log})"
 
-    def _client(self) -> redis.Redis:
+    def _client(self) -> Client:
         return connect(self.url, "serve")
 
 

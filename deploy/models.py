@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from ..shared.errors import ConfigError, ModelRefused
-from ..shared.settings import Settings, load
+from ..shared.settings import Settings, StoreSettings, load
 from .catalog import CATALOG
 from .fetch import HUB_FILES, HUB_PROBE_S, fetch
 
@@ -77,4 +77,33 @@ def fetch_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"{settings.name!r} is not in the catalog: {', '.join(CATALOG)}, or a hub id (owner/name)")
     print(resolve(settings.name))
     sys.stdout.flush()
+    return 0
+
+
+class ModelAddSettings(StoreSettings):
+    """`headrace model add MODEL`."""
+
+    place: CliPositionalArg[str] = Field(description="[NAME=]MODEL: a folder, a name that fetch knows, or a hub id")
+    context_length: int = Field(0, ge=0, description="tokens, prompt and output together; 0: the model's own")
+
+
+def model_command(argv: Sequence[str]) -> int:
+    """Register a model for good; requests for it wait in the queue until a worker of it starts."""
+    from ..shared.clients import connect
+    from ..shared.registry import register_model
+    from ..shared.store import open_store
+    from ..worker.card import load_card
+    from ..worker.settings import WorkerSettings
+
+    verb, *rest = list(argv) or [""]
+    if verb != "add":
+        raise ConfigError(f"there is `headrace model add [NAME=]MODEL`, got {verb!r}")
+    settings = load(ModelAddSettings, rest, "headrace model add")
+    name, place = split_name(settings.place)
+    model = f"{name}={resolve(place)}"
+    card, tokenizer = load_card(WorkerSettings(model=model, context_length=settings.context_length))
+    open_store(settings)
+    with connect(settings.redis_url, "model") as client:
+        register_model(client, card, tokenizer)
+    print(f"{card.name}: {card.architecture}, {card.context_length} tokens of context, registered")
     return 0
