@@ -1,0 +1,36 @@
+"""Which answer a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ...shared.messages import TextChunk
+from ..plan import Plan
+from .chat import ChatStream, chat_body
+from .completions import CompletionStream, completion_body
+from .events import StreamEvent
+from .native import GenerateStream, generate_body
+from .results import Choice
+
+
+class AnswerStream(Protocol):
+    """Turns chunks into events, each choice's in order; a pure function of each choice's chunks."""
+
+    def events(self, index: int, chunk: TextChunk) -> Iterator[StreamEvent]: ...
+
+    def last(self) -> Iterator[StreamEvent]:
+        """What follows once all choices have ended."""
+
+
+def stream_of(plan: Plan) -> AnswerStream:
+    if plan.endpoint == "/v1/chat/completions":
+        return ChatStream(plan)
+    return CompletionStream(plan) if plan.endpoint == "/v1/completions" else GenerateStream(plan)
+
+
+def body_of(plan: Plan, choices: Sequence[Choice]) -> Any:
+    """The whole answer, as JSON values."""
+    if plan.endpoint == "/v1/chat/completions":
+        return chat_body(plan, choices)
+    return completion_body(plan, choices) if plan.endpoint == "/v1/completions" else generate_body(plan, choices)

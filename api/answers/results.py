@@ -1,0 +1,107 @@
+"""What the choices of a request came to, and the pieces that every kind of answer shares."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from ...shared.errors import RequestError
+from ...shared.messages import Finish, TextChunk, TextLogprob, Usage
+from ..plan import Plan
+from ..protocol.common import UsageBody, usage_body
+
+
+class GenerationFailed(RequestError):
+    """A choice ended by error, by its deadline, or was cancelled from outside; the status came with it."""
+
+    def __init__(self, finish: Finish) -> None:
+        cancelled = finish.type == "abort"
+        super().__init__(
+            finish.message or ("The request was cancelled." if cancelled else "The generation failed."),
+            code="request_cancelled" if cancelled else "generation_failed",
+        )
+        self.status = 499 if cancelled else finish.status
+        self.type = "invalid_request_error" if 400 <= self.status < 500 else "server_error"
+
+
+class TextOffsets:
+    """Where tokens stand in one choice's text, in characters; `start` is the length of what stands before it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._at = start
+        self._pending = b""  # bytes of a character that later tokens complete
+
+    def of(self, chunk: TextChunk) -> list[int]:
+        """The offset of each token of the next chunk."""
+        offset, offsets = self._at, []
+        for entry in chunk.logprobs or ():
+            offsets.append(offset)
+            characters, self._pending = _characters(self._pending + bytes(entry.bytes))
+            offset += characters
+        self._at += len(chunk.text)
+        return offsets
+
+
+def _characters(data: bytes) -> tuple[int, bytes]:
+    """How many whole characters `data` holds, and the bytes of one that it only begins."""
+    for held in range(min(3, len(data)) + 1):
+        try:
+            return len(data[: len(data) - held].decode()), data[len(data) - held :]
+        except UnicodeDecodeError:
+            continue
+    return len(data.decode(errors="replace")), b""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice as far as it is known."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # of the tokens under `logprobs`, in characters of the text
+    places: TextOffsets = field(default_factory=TextOffsets)
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    finish: Finish | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Raises GenerationFailed when the chunk ends the choice with an error."""
+        refuse_failed(chunk.finish)
+        self.texts.append(chunk.text)
+        self.token_ids.extend(chunk.token_ids or ())
+        self.logprobs.extend(chunk.logprobs or ())
+        self.offsets.extend(self.places.of(chunk))
+        self.usage = chunk.usage
+        self.finish = chunk.finish
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def reason(self) -> str:
+        assert self.finish is not None
+        return self.finish.type
+
+
+def refuse_failed(finish: Finish | None) -> None:
+    """Raises GenerationFailed when a choice ended by error or from outside."""
+    if finish is not None and finish.type in ("abort", "error"):
+        raise GenerationFailed(finish)
+
+
+async def collect(plan: Plan, chunks: AsyncIterator[tuple[int, TextChunk]]) -> list[Choice]:
+    """All choices of a request, once every one has ended.
+
+    Raises:
+        GenerationFailed: one of them ended by error or from outside.
+    """
+    choices = [Choice() for _ in plan.rids]
+    async for index, chunk in chunks:
+        choices[index].add(chunk)
+    return choices
+
+
+def usage_of(plan: Plan, usages: Sequence[Usage]) -> UsageBody:
+    """The usage of all choices together."""
+    return usage_body([list(usages[at : at + plan.n]) for at in range(0, len(usages), plan.n)])

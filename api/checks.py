@@ -1,0 +1,99 @@
+"""What a body may not ask, beyond the types of its fields: bounds from the settings, fields that exclude each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..shared.errors import InvalidRequest
+from .conversation import check_parts
+from .protocol.chat import ChatCompletionRequest
+from .protocol.common import StreamOptions
+from .protocol.completions import CompletionRequest
+from .protocol.native import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one request, from the settings."""
+
+    max_n: int = 128
+    max_stop: int = 16
+    max_logprobs: int = 20
+
+
+def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
+    """Raises InvalidRequest, naming the field."""
+    _check_counts(request.n or 1, "n", request.stop, "stop", limits)
+    _check_stream(request.stream, request.stream_options)
+    if chat_tokens(request) == 0:
+        param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        raise InvalidRequest(f"'{param}' must be at least 1; leave it out for no limit.", param=param)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    _check_top(request.top_logprobs or 0, "top_logprobs", limits)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequest(
+            "'add_generation_prompt' and 'continue_final_message' exclude each other.", param="continue_final_message"
+        )
+    if request.response_format is not None and request.response_format.type != "text":
+        raise _unavailable("response_format", request.response_format.type)
+    if request.tool_choice == "required" or isinstance(request.tool_choice, dict):
+        raise _unavailable("tool_choice", "required, or naming a tool")
+    check_parts(request.messages)
+
+
+def check_completion(request: CompletionRequest, prompts: int, limits: Limits) -> None:
+    """Raises InvalidRequest, naming the field."""
+    _check_counts((request.n or 1) * prompts, "n", request.stop, "stop", limits)
+    _check_stream(request.stream, request.stream_options)
+    _check_top(request.logprobs or 0, "logprobs", limits)
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'.", param="max_tokens")
+    if request.echo and request.logprobs is not None:
+        raise _unavailable("logprobs", "of the prompt, with 'echo'")
+    if request.suffix:
+        raise _unavailable("suffix", "filling in before it")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise _unavailable("best_of", "another number than 'n'")
+
+
+def _unavailable(param: str, what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{param}' ({what}) is not available on this server.", param=param, code="unsupported_parameter"
+    )
+
+
+def _check_top(top: int, param: str, limits: Limits) -> None:
+    if top > limits.max_logprobs:
+        raise InvalidRequest(f"At most {limits.max_logprobs} logprobs per token are shown; got {top}.", param=param)
+
+
+def check_native(request: GenerateRequest) -> None:
+    """Raises InvalidRequest unless there is one prompt, in one form."""
+    if (request.text is None) == (request.input_ids is None):
+        raise InvalidRequest("Give exactly one of 'text' and 'input_ids'.", param="text")
+
+
+def check_native_counts(request: GenerateRequest, choices: int, limits: Limits) -> None:
+    """Raises InvalidRequest, naming the field."""
+    _check_counts(choices, "sampling_params.n", request.sampling_params.stop, "sampling_params.stop", limits)
+    _check_top(request.top_logprobs_num, "top_logprobs_num", limits)
+
+
+def _check_stream(stream: bool | None, options: StreamOptions | None) -> None:
+    if options is not None and not stream:
+        raise InvalidRequest("'stream_options' needs 'stream': true.", param="stream_options")
+
+
+def _check_counts(choices: int, n_param: str, stop: list[str] | None, stop_param: str, limits: Limits) -> None:
+    if choices > limits.max_n:
+        raise InvalidRequest(
+            f"At most {limits.max_n} choices (n times the prompts) are allowed; got {choices}.", param=n_param
+        )
+    if stop is not None and len(stop) > limits.max_stop:
+        raise InvalidRequest(f"At most {limits.max_stop} stop strings are allowed; got {len(stop)}.", param=stop_param)
+
+
+def chat_tokens(request: ChatCompletionRequest) -> int | None:
+    """The limit a chat names, under its newer name or its older one."""
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

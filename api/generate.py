@@ -1,0 +1,134 @@
+"""The native path, which every route and every batch line takes.
+
+body ─ prepare ─► GenerateJob ─ submit ─► queue … feed ─ follow ─► chunks ─► answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ..shared.keys import KEEP_WHOLE_MS
+from ..shared.messages import Finish, TextChunk, Usage
+from .answers.assemble import body_of
+from .answers.results import collect
+from .backend import Backend
+from .observe import Observer
+from .plan import Plan
+from .prepare import Prepared, Preparer
+from .readers import Reader, Readers, by_index
+from .translate import Caller, Endpoint
+
+
+class Inference:
+    """Turns bodies into answers through the queue.
+
+    Args:
+        keep_s: how long a finished stream's text stays, in seconds.
+        reader_lease_s: how long requests outlive a replica that vanished, in seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        preparer: Preparer,
+        readers: Readers,
+        observer: Observer,
+        *,
+        keep_s: float = 600.0,
+        reader_lease_s: float = 20.0,
+    ) -> None:
+        self._backend = backend
+        self._preparer = preparer
+        self._readers = readers
+        self._observer = observer
+        self._keep_s = keep_s
+        self._reader_lease_s = reader_lease_s
+
+    async def prepare(self, endpoint: Endpoint, body: Any, caller: Caller, seed: str | None = None) -> Prepared:
+        """See `Preparer.prepare`."""
+        return await self._preparer.prepare(endpoint, body, caller, seed)
+
+    async def answer(self, endpoint: Endpoint, body: Any, caller: Caller) -> Any:
+        """The whole answer to a body, as JSON values: `prepare` and `complete` in one."""
+        return await self.complete(await self.prepare(endpoint, body, caller))
+
+    async def complete(self, prepared: Prepared) -> Any:
+        """Queue a request, wait for its end, and answer it. Cancelling the call cancels the request.
+
+        Raises:
+            GenerationFailed, Overloaded, Unavailable.
+        """
+        async with self.run(prepared, grace_s=0) as chunks:
+            return body_of(prepared.plan, await collect(prepared.plan, chunks))
+
+    @asynccontextmanager
+    async def run(self, prepared: Prepared, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:
+        """Queue a request and follow it: chunks with the index of their choice, until every choice has ended."""
+        plan = prepared.plan
+        with self._observer.request(plan) as seen:
+            async with self._readers.attach(plan.rids, grace_s=grace_s) as reader:
+                if prepared.jobs[0].sampling.max_new_tokens == 0:
+                    yield seen.chunks(_nothing(reader, prepared))
+                    return
+                await self._submit(prepared, reader_lease_s=self._reader_lease_s)
+                async with self._backend.feed.follow(plan.rids, {}) as source:
+                    yield seen.chunks(reader.chunks(source))
+
+    @asynccontextmanager
+    async def resume(self, plan: Plan, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:
+        """Follow a request that was queued before, from its start.
+
+        Iterating raises StreamGone when its text is no longer there.
+        """
+        async with (
+            self._readers.attach(plan.rids, grace_s=grace_s, resume=True) as reader,
+            self._backend.feed.follow(plan.rids, {}) as source,
+        ):
+            yield reader.chunks(source)
+
+    async def complete_detached(self, prepared: Prepared, keep_s: float) -> Any:
+        """As `complete`, without a reader: cancelling the call leaves the request in the queue, where the next call
+        with the same seed finds it, for `keep_s` after its end.
+
+        Raises:
+            GenerationFailed, Overloaded, Unavailable; StreamGone: it ended longer ago than that.
+        """
+        plan = prepared.plan
+        await self._submit(prepared, reader_lease_s=None, keep_s=keep_s)
+        with self._observer.request(plan) as seen:
+            async with self._backend.feed.follow(plan.rids, {}) as source:
+                return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, source))))
+
+    async def abandon(self, prepared: Prepared) -> None:
+        """Take a request out of the queue: nobody wants its answer."""
+        await self._backend.queue.cancel(prepared.plan.rids, "The request was cancelled.")
+
+    async def _submit(self, prepared: Prepared, *, reader_lease_s: float | None, keep_s: float | None = None) -> None:
+        plan = prepared.plan
+        if keep_s is None:
+            keep_s = self._keep_s if plan.stream else KEEP_WHOLE_MS / 1000
+        submits = [
+            self._backend.queue.submit(
+                job,
+                n=plan.n,
+                deadline_s=prepared.deadline_s,
+                reader_lease_s=reader_lease_s,
+                keep_s=keep_s,
+                reader=self._backend.feed.name,
+                plan=plan.encode() if plan.stream and i == 0 else b"",
+            )
+            for i, job in enumerate(prepared.jobs)
+        ]
+        await asyncio.gather(*submits)
+
+
+async def _nothing(reader: Reader, prepared: Prepared) -> AsyncIterator[tuple[int, TextChunk]]:
+    """The chunks of a request for no tokens, which no worker needs to see."""
+    plan = prepared.plan
+    for index, rid in enumerate(plan.rids):
+        usage = Usage(len(prepared.jobs[plan.prompt_of(index)].input_ids), 0)
+        reader.open.discard(rid)
+        yield index, TextChunk(rid, 0, "", usage, seq=1, finish=Finish("length"))

@@ -1,0 +1,176 @@
+"""Everything that can fail without the queue: translation, tokenizing, the context's limit, the shape of the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..shared.errors import ContextLengthExceeded, InvalidRequest
+from ..shared.ids import family_from, new_family
+from ..shared.messages import GenerateJob, GenerateReqInput, ModelCard
+from .plan import Plan
+from .protocol.completions import CompletionRequest
+from .protocol.native import GenerateRequest
+from .tokenize import Tokenizers
+from .translate import Caller, Endpoint, Translated, Translator
+
+SEEDS = 2**52
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be queued: its jobs, one per prompt, and how it will be answered."""
+
+    plan: Plan
+    jobs: tuple[GenerateJob, ...]
+    deadline_s: float
+    ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
+
+
+class Preparer:
+    """Turns bodies into jobs.
+
+    Args:
+        shards: of the queue: a request's id names its own.
+    """
+
+    def __init__(self, translator: Translator, tokenizers: Tokenizers, shards: int) -> None:
+        self._translator = translator
+        self._tokenizers = tokenizers
+        self._shards = shards
+
+    async def prepare(self, endpoint: Endpoint, body: Any, caller: Caller, seed: str | None = None) -> Prepared:
+        """A request that can be queued.
+
+        Args:
+            body: as decoded from JSON.
+            seed: a name of this piece of work; the same name gives the same request, which is queued once.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound.
+        """
+        translated = await self._translator.translate(endpoint, body, caller)
+        families = self._families(len(translated.prompts), seed)
+        jobs = [
+            await self._job(translated, prompt, family)
+            for prompt, family in zip(translated.prompts, families, strict=True)
+        ]
+        plan = _plan(translated, families, caller)
+        if isinstance(translated.request, CompletionRequest) and translated.request.echo:
+            plan = replace(plan, echo=await self._echo(translated.card, translated.prompts))
+        return Prepared(plan, tuple(jobs), caller.deadline_s, translated.ignored)
+
+    def _families(self, count: int, seed: str | None) -> tuple[str, ...]:
+        if seed is None:
+            return tuple(new_family(self._shards) for _ in range(count))
+        return tuple(family_from(f"{seed}/{i}", self._shards) for i in range(count))
+
+    async def _job(self, translated: Translated, prompt: GenerateReqInput, family: str) -> GenerateJob:
+        card, ids = translated.card, prompt.input_ids
+        if ids is None:
+            assert prompt.text is not None
+            ids = await self._tokenizers.encode(
+                card,
+                prompt.text,
+                add_special_tokens=prompt.add_special_tokens,
+                param=_prompt_param(translated.endpoint),
+            )
+        if not ids:
+            ids = await self._empty_prompt(translated)
+        sampling = replace(
+            prompt.sampling,
+            max_new_tokens=_limit(translated, prompt.sampling.max_new_tokens, len(ids)),
+            sampling_seed=_seed(prompt.sampling.sampling_seed),
+        )
+        return GenerateJob(
+            rid=family,
+            model=card.name,
+            pool=card.pool,
+            tokenizer=card.tokenizer,
+            input_ids=ids,
+            sampling=sampling,
+            return_logprob=prompt.return_logprob,
+            top_logprobs_num=prompt.top_logprobs_num,
+            return_token_ids=prompt.return_token_ids,
+            stream=prompt.stream,
+            lane=prompt.lane,
+            tenant=prompt.tenant,
+            request_id=prompt.request_id,
+        )
+
+    async def _empty_prompt(self, translated: Translated) -> tuple[int, ...]:
+        """A model needs one token to begin with: BOS, or EOS where a model has no BOS."""
+        tokenizer = await self._tokenizers.get(translated.card.tokenizer)
+        for token in (translated.card.bos_token, translated.card.eos_token):
+            if token and (token_id := tokenizer.id_of(token)) is not None:
+                return (token_id,)
+        raise InvalidRequest("The prompt is empty.", param=_prompt_param(translated.endpoint))
+
+    async def _echo(self, card: ModelCard, prompts: tuple[GenerateReqInput, ...]) -> tuple[str, ...]:
+        tokenizer = await self._tokenizers.get(card.tokenizer)
+        return tuple(
+            p.text if p.text is not None else tokenizer.decode(p.input_ids or (), p.sampling.skip_special_tokens)
+            for p in prompts
+        )
+
+
+def _limit(translated: Translated, wanted: int | None, prompt_tokens: int) -> int:
+    """How many tokens may be generated: what was asked for, or what the context leaves.
+
+    Raises:
+        ContextLengthExceeded: the prompt leaves no room, or less than was asked for.
+    """
+    context = translated.card.context_length
+    room = context - prompt_tokens
+    param = _prompt_param(translated.endpoint)
+    if room < 0 or (room == 0 and wanted != 0):
+        raise ContextLengthExceeded(
+            f"This model's context is {context} tokens; the prompt has {prompt_tokens} and leaves no room.", param=param
+        )
+    if wanted is None or (wanted > room and not translated.max_tokens_given):
+        return room
+    if wanted > room:
+        raise ContextLengthExceeded(
+            f"This model's context is {context} tokens; the prompt has {prompt_tokens} and {wanted} were asked for.",
+            param=param,
+        )
+    return wanted
+
+
+def _prompt_param(endpoint: Endpoint) -> str:
+    return {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/generate": "text"}[endpoint]
+
+
+def _seed(given: int | None) -> int:
+    """A seed from 0 to SEEDS − 1. Choices count up from it in Redis, whose numbers are exact to 2^53 only."""
+    return random.randrange(SEEDS) if given is None else given % SEEDS
+
+
+def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> Plan:
+    request, first = translated.request, translated.prompts[0]
+    options = None if isinstance(request, GenerateRequest) else request.stream_options
+    return Plan(
+        endpoint=translated.endpoint,
+        families=families,
+        n=first.n,
+        model=translated.card.name,
+        tenant=caller.tenant,
+        created=int(time.time()),
+        fingerprint=_fingerprint(translated.card),
+        stream=first.stream,
+        logprobs=first.return_logprob,
+        top_logprobs=first.top_logprobs_num,
+        token_ids=first.return_token_ids,
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+        cumulative=isinstance(request, GenerateRequest) and not request.incremental_streaming_output,
+    )
+
+
+def _fingerprint(card: ModelCard) -> str:
+    """`system_fingerprint`: changes with what a model's output depends on."""
+    parts = "\0".join((card.pool, card.tokenizer, card.weight_version, card.dtype))
+    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:10]}"

@@ -1,0 +1,1 @@
+"""What clients send and get: request models (pydantic) and the shapes of replies (TypedDict)."""

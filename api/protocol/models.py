@@ -1,0 +1,27 @@
+"""`/v1/models`: the shape of a model."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from ...shared.messages import ModelCard
+
+
+class ModelBody(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+def model_body(card: ModelCard) -> ModelBody:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "headrace",
+        "root": card.pool,
+        "max_model_len": card.context_length,
+    }

@@ -1,0 +1,87 @@
+"""How the deployment is: `/health`, `/health_generate`, `/metrics`, `/server_info`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, replace
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request, Response
+
+from ...shared.errors import HeadraceError, Unavailable
+from ...shared.registry import ProcessInfo
+from ..backend import Backend
+from ..errors import STORE_ERRORS, json_response
+from ..metrics import CONTENT_TYPE
+from ..translate import Caller
+from .requests import caller_of, services_of
+
+router = APIRouter()
+
+PROBE_S = 20.0  # how long a probe's one token may take
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 when a request would succeed: Redis answers, a worker and a detokenizer are ready."""
+    reason = await _why_not(services_of(request).backend)
+    if reason is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": reason}, 503)
+
+
+async def _why_not(backend: Backend) -> str | None:
+    try:
+        processes = await backend.processes.alive()
+    except STORE_ERRORS:
+        return "Redis does not answer"
+    missing = [role for role in ("worker", "detok") if not _ready(processes, role)]
+    return f"no {' and no '.join(missing)} is ready" if missing else None
+
+
+def _ready(processes: list[ProcessInfo], role: str) -> bool:
+    return any(process.role == role and process.state == "ready" for process in processes)
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 when one token came through the whole path, of `?model=` or of any model that has a worker."""
+    services = services_of(request)
+    model = request.query_params.get("model") or await _served_model(services.backend)
+    body = {"model": model, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    caller: Caller = replace(caller_of(request), lane="rt", deadline_s=PROBE_S)
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await services.inference.answer("/generate", body, caller)
+    except TimeoutError as e:
+        raise Unavailable(f"No token of '{model}' came within {PROBE_S:.0f} s.") from e
+    except HeadraceError as e:
+        raise Unavailable(f"'{model}' does not generate: {e}") from e
+    return json_response({"status": "ok", "model": model})
+
+
+async def _served_model(backend: Backend) -> str:
+    ready = {p.model for p in await backend.processes.alive() if p.role == "worker" and p.state == "ready"}
+    for card in (await backend.models.all()).values():
+        if card.task == "generate" and (card.name in ready or card.pool in ready):
+            return card.name
+    raise Unavailable("No worker is ready.")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """What this replica counts, for Prometheus."""
+    return Response(services_of(request).metrics.page(), media_type=CONTENT_TYPE)
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """Every live process of the deployment, and its models."""
+    backend = services_of(request).backend
+    processes = [asdict(process) for process in await backend.processes.alive()]
+    models = [
+        {"name": card.name, "pool": card.pool, "architecture": card.architecture, "dtype": card.dtype,
+         "context_length": card.context_length, "weight_version": card.weight_version}
+        for card in (await backend.models.all()).values()
+    ]  # fmt: skip
+    return json_response({"version": version("headrace"), "processes": processes, "models": models})

@@ -1,0 +1,66 @@
+"""What the routes read of a request."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from fastapi import Request
+
+from ...shared.errors import InvalidRequest
+from ..services import Services
+from ..settings import ApiSettings
+from ..translate import Caller
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def settings_of(request: Request) -> ApiSettings:
+    settings: ApiSettings = request.app.state.settings
+    return settings
+
+
+def caller_of(request: Request) -> Caller:
+    """Who asks: the border has found it out."""
+    return Caller(
+        tenant=request.state.tenant,
+        request_id=request.state.request_id,
+        deadline_s=settings_of(request).request_deadline_s,
+    )
+
+
+async def read_json(request: Request) -> Any:
+    """The body, decoded. NaN, infinities and lone surrogates are no JSON.
+
+    Raises:
+        InvalidRequest: it is no JSON.
+    """
+    data = await request.body()
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as e:
+        what = "The body is empty" if not data else f"The body is not valid JSON: {e}"
+        raise InvalidRequest(f"{what}.", code="invalid_json") from e
+
+
+def grace_of(request: Request) -> float:
+    """Seconds that a stream goes on without its client: the setting, or what X-Resume-Grace asks for.
+
+    Raises:
+        InvalidRequest: the header is no number of seconds.
+    """
+    settings = settings_of(request)
+    asked = request.headers.get("x-resume-grace")
+    if asked is None:
+        return settings.resume_grace_s
+    try:
+        grace_s = float(asked)
+    except ValueError:
+        grace_s = math.nan
+    if not 0 <= grace_s < math.inf:
+        raise InvalidRequest(f"X-Resume-Grace must be a number of seconds, got {asked[:40]!r}.")
+    return min(grace_s, settings.max_resume_grace_s)

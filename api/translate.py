@@ -1,0 +1,209 @@
+"""The one place where a body becomes `GenerateReqInput`: online requests and batch lines take the same path.
+
+body ── parse ──► request model ── translate ──► Translated: a GenerateReqInput per prompt, and how to answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..shared.errors import InvalidRequest, ModelNotFound
+from ..shared.messages import GenerateReqInput, Lane, ModelCard
+from . import checks, sampling
+from .backend import Models
+from .checks import Limits, chat_tokens
+from .conversation import for_template
+from .protocol.chat import ChatCompletionRequest
+from .protocol.common import RequestModel
+from .protocol.completions import CompletionRequest
+from .protocol.native import GenerateRequest
+from .templates import ChatTemplates, RenderOptions
+from .tokenize import Tokenizers
+from .validation import parse
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/generate"]
+COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and how urgently."""
+
+    tenant: str = "default"
+    request_id: str = ""
+    lane: Lane = "std"
+    deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A request in native terms. Choice j of prompt i is choice `i * n + j` of the answer."""
+
+    endpoint: Endpoint
+    request: ChatCompletionRequest | CompletionRequest | GenerateRequest
+    card: ModelCard
+    prompts: tuple[GenerateReqInput, ...]
+    max_tokens_given: bool  # False: the limit is a default, cut to what the context leaves
+    ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0].n
+
+    @property
+    def stream(self) -> bool:
+        return self.prompts[0].stream
+
+
+class Translator:
+    """Translates bodies. Holds what that needs: model cards, chat templates, tokenizers, limits."""
+
+    def __init__(self, models: Models, templates: ChatTemplates, tokenizers: Tokenizers, limits: Limits) -> None:
+        self._models = models
+        self._templates = templates
+        self._tokenizers = tokenizers
+        self._limits = limits
+
+    async def translate(self, endpoint: Endpoint, body: Any, caller: Caller) -> Translated:
+        """`body`, as decoded from JSON, in native terms.
+
+        Raises:
+            InvalidRequest: something in it is wrong; the error names the field.
+            ModelNotFound: no such model is registered.
+        """
+        if endpoint == "/v1/chat/completions":
+            chat = parse(ChatCompletionRequest, body)
+            return await self._chat(chat, caller, _ignored(chat, body))
+        if endpoint == "/v1/completions":
+            completion = parse(CompletionRequest, body)
+            return await self._completion(completion, caller, _ignored(completion, body))
+        native = parse(GenerateRequest, body)
+        return await self._native(native, caller, _ignored(native, body))
+
+    async def _chat(self, request: ChatCompletionRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
+        checks.check_chat(request, self._limits)
+        card = await self._card(request.model)
+        template = self._templates.get(card.chat_template)
+        tokenizer = await self._tokenizers.get(card.tokenizer)
+        messages = for_template(request.messages, template)
+        text = template.render(
+            tokenizer.guard(messages),
+            RenderOptions(
+                tools=tokenizer.guard(_tools(request)),
+                documents=tokenizer.guard(request.documents),
+                add_generation_prompt=_generation_prompt(request),
+                continue_final_message=request.continue_final_message,
+                kwargs=request.chat_template_kwargs,
+            ),
+            bos_token=card.bos_token,
+            eos_token=card.eos_token,
+        )
+        prompt = GenerateReqInput(
+            model=card.name,
+            input_ids=await self._tokenizers.encode_chat(card, text),
+            add_special_tokens=False,
+            sampling=sampling.from_openai(request, card, chat_tokens(request)),
+            n=request.n or 1,
+            stream=bool(request.stream),
+            return_logprob=bool(request.logprobs),
+            top_logprobs_num=request.top_logprobs or 0,
+            **_of(caller),
+        )
+        return Translated("/v1/chat/completions", request, card, (prompt,), chat_tokens(request) is not None, ignored)
+
+    async def _completion(self, request: CompletionRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
+        prompts = _prompts(request.prompt)
+        checks.check_completion(request, len(prompts), self._limits)
+        card = await self._card(request.model)
+        tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        params = sampling.from_openai(request, card, tokens)
+        shared: dict[str, Any] = {
+            "sampling": params,
+            "n": request.n or 1,
+            "stream": bool(request.stream),
+            "return_logprob": request.logprobs is not None,
+            "top_logprobs_num": request.logprobs or 0,
+            "return_token_ids": request.return_token_ids,
+            "add_special_tokens": request.add_special_tokens,
+            **_of(caller),
+        }
+        inputs = tuple(_prompt(card, p, "prompt", shared) for p in prompts)
+        return Translated("/v1/completions", request, card, inputs, request.max_tokens is not None, ignored)
+
+    async def _native(self, request: GenerateRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
+        checks.check_native(request)
+        param = "text" if request.text is not None else "input_ids"
+        prompts = _prompts(request.text if request.text is not None else request.input_ids)
+        n = request.sampling_params.n or 1
+        checks.check_native_counts(request, n * len(prompts), self._limits)
+        card = await self._card(request.model)
+        shared: dict[str, Any] = {
+            "sampling": sampling.from_native(request.sampling_params, card),
+            "n": n,
+            "stream": request.stream,
+            "return_logprob": request.return_logprob,
+            "top_logprobs_num": request.top_logprobs_num,
+            "return_token_ids": True,
+            **_of(caller),
+        }
+        inputs = tuple(_prompt(card, p, param, shared) for p in prompts)
+        given = request.sampling_params.max_new_tokens is not None
+        return Translated("/generate", request, card, inputs, given, ignored)
+
+    async def _card(self, name: str | None) -> ModelCard:
+        if name is not None:
+            card = await self._models.get(name)
+        else:
+            cards = list((await self._models.all()).values())
+            if len(cards) != 1:
+                raise ModelNotFound(f"Name a model: {len(cards)} are registered.", param="model")
+            card = cards[0]
+        if card.task != "generate":
+            raise InvalidRequest(f"The model '{card.name}' does not generate text.", param="model")
+        return card
+
+
+def _ignored(request: RequestModel, body: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(request.ignored_fields(body))
+
+
+def _of(caller: Caller) -> dict[str, Any]:
+    return {
+        "lane": caller.lane,
+        "tenant": caller.tenant,
+        "deadline_s": caller.deadline_s,
+        "request_id": caller.request_id,
+    }
+
+
+def _generation_prompt(request: ChatCompletionRequest) -> bool:
+    if request.add_generation_prompt is None:
+        return not request.continue_final_message
+    return request.add_generation_prompt
+
+
+def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> list[str | list[int]]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    assert prompt
+    if isinstance(prompt[0], int):
+        return [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    return [p for p in prompt if isinstance(p, (str, list))]
+
+
+def _prompt(card: ModelCard, prompt: str | list[int], param: str, shared: Mapping[str, Any]) -> GenerateReqInput:
+    if isinstance(prompt, str):
+        return GenerateReqInput(model=card.name, text=prompt, **shared)
+    for token_id in prompt:
+        if token_id >= card.vocab_size:
+            raise InvalidRequest(f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=param)
+    return GenerateReqInput(model=card.name, input_ids=tuple(prompt), **shared)
