@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 import redis
+from headrace.api.batches.settings import BatchSettings
 from headrace.api.files.store import FileStore
-from headrace.api.files.upload import UploadLimits
 from headrace.shared.clients import connect_async
 from headrace.shared.errors import ConfigError
 from kit.files_app import files_app
@@ -28,7 +28,8 @@ MB = 1 << 20
 
 @pytest.fixture
 def url(redis_url: str, tmp_path: Path) -> Iterator[str]:
-    with serve(files_app(redis_url, str(tmp_path), UploadLimits(file_bytes=5 * MB, batch_file_bytes=2 * MB))) as url:
+    settings = BatchSettings(redis_url=redis_url, data_dir=str(tmp_path), max_file_mb=5, max_batch_file_mb=2)
+    with serve(files_app(settings)) as url:
         yield url
 
 

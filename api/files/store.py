@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -83,9 +84,14 @@ class FileStore:
         """Where a running batch keeps its input and its result segments."""
         return self.folder / "batches" / batch_id
 
-    def incoming(self) -> IncomingFile:
-        """A file to be written, to be given to `add`; a context that removes what was not added."""
-        return IncomingFile(self.folder / "incoming" / secrets.token_hex(16), self.limits)
+    def incoming(self, *, unlimited: bool = False) -> IncomingFile:
+        """A file to be written, to be given to `add`; a context that removes what was not added.
+
+        Args:
+            unlimited: it is ours, as the output of a batch is, and may be as large as it gets.
+        """
+        limits = UploadLimits(sys.maxsize, sys.maxsize) if unlimited else self.limits
+        return IncomingFile(self.folder / "incoming" / secrets.token_hex(16), limits)
 
     async def now(self) -> int:
         """Unix seconds by Redis's clock."""
@@ -128,11 +134,11 @@ class FileStore:
         if file.expires_at is not None:
             pipe.zadd(EXPIRY, {file.id: file.expires_at})
 
-    async def get(self, file_id: str) -> FileObject:
-        """Raises NotFound when there is no such file, or its time is over."""
+    async def get(self, file_id: str, param: str = "id") -> FileObject:
+        """Raises NotFound, naming `param`, when there is no such file, or its time is over."""
         file = await self._find(file_id)
         if file is None or (file.expires_at is not None and file.expires_at <= await self.now()):
-            raise NotFound(f"No such File object: {file_id}", param="id")
+            raise NotFound(f"No such File object: {file_id}", param=param)
         return file
 
     async def delete(self, file_id: str) -> None:

@@ -7,23 +7,23 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from headrace.api.batches.routes import router as batches
+from headrace.api.batches.settings import BatchSettings
+from headrace.api.batches.stores import open_stores
 from headrace.api.files.routes import router as files
-from headrace.api.files.store import FileStore
-from headrace.api.files.upload import UploadLimits
-from headrace.shared.clients import connect_async
 from headrace.shared.errors import RequestError
 
 
-def files_app(redis_url: str, data_dir: str, limits: UploadLimits | None = None) -> FastAPI:
+def files_app(settings: BatchSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        redis = connect_async(redis_url)
-        app.state.files = await FileStore.open(data_dir, redis, limits)
-        yield
-        await redis.aclose()
+        async with open_stores(settings) as stores:
+            app.state.files, app.state.batches, app.state.rq = stores.files, stores.batches, stores.rq
+            yield
 
     app = FastAPI(lifespan=lifespan)
     app.include_router(files)
+    app.include_router(batches)
     app.add_exception_handler(RequestError, _as_openai)
     return app
 
