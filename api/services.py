@@ -27,7 +27,7 @@ from .tokenize import Tokenizers
 from .translate import Translator
 
 if TYPE_CHECKING:
-    from .settings import ApiSettings
+    from .settings import InferenceSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RegisteredProcesses:
         return await processes_async(self._client)
 
 
-def build(settings: ApiSettings, backend: Backend, override: str | None = None) -> Services:
+def build(settings: InferenceSettings, backend: Backend, override: str | None = None) -> Services:
     """The services over a backend. `override` is the source of a chat template to use for every model."""
     metrics = Metrics()
     forced: ContentFormat | None = None
@@ -74,7 +74,7 @@ def build(settings: ApiSettings, backend: Backend, override: str | None = None) 
 
 
 @asynccontextmanager
-async def open_services(settings: ApiSettings, store: Store, name: str) -> AsyncIterator[Services]:
+async def open_services(settings: InferenceSettings, store: Store, name: str) -> AsyncIterator[Services]:
     """The services over the queue's Redis, which `open_store` has checked.
 
     Args:

@@ -10,7 +10,25 @@ from ..shared.settings import StrTuple
 from .files.settings import FileSettings
 
 
-class ApiSettings(FileSettings):
+class InferenceSettings(FileSettings):
+    """What decides how a body is read and answered: the same for a request online and for a line of a batch."""
+
+    chat_template: str = Field("", description=".jinja file used instead of the models' own chat templates")
+    chat_template_content_format: Literal["auto", "string", "parts"] = Field(
+        "auto", description="how templates get message content: as a string, as a list of parts, or as they read it"
+    )
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize long prompts")
+    max_tokenizers: int = Field(8, ge=1, description="tokenizers kept loaded")
+
+    max_n: int = Field(128, ge=1, description="choices of one request: n times its prompts")
+    max_stop: int = Field(16, ge=0, description="stop strings of one request")
+    max_logprobs: int = Field(20, ge=0, description="most likely tokens shown beside each token")
+
+    keep_s: float = Field(600.0, gt=0, description="seconds a finished stream's text is kept for clients to resume")
+    reader_lease_s: float = Field(20.0, gt=0, description="seconds until a dead replica's requests are cancelled")
+
+
+class ApiSettings(InferenceSettings):
     """One API replica. It takes no model: it serves whatever the registry lists."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -21,27 +39,15 @@ class ApiSettings(FileSettings):
     api_key: StrTuple = Field((), description="key that clients must send, KEY or TENANT:KEY; several may be given")
     admin_key: str = Field("", description="key of the control routes; by default any api key opens them")
 
-    chat_template: str = Field("", description=".jinja file used instead of the models' own chat templates")
-    chat_template_content_format: Literal["auto", "string", "parts"] = Field(
-        "auto", description="how templates get message content: as a string, as a list of parts, or as they read it"
-    )
-    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize long prompts")
-    max_tokenizers: int = Field(8, ge=1, description="tokenizers kept loaded")
-
     max_body_mb: int = Field(32, ge=1, description="largest JSON body, in MB")
-    max_n: int = Field(128, ge=1, description="choices of one request: n times its prompts")
-    max_stop: int = Field(16, ge=0, description="stop strings of one request")
-    max_logprobs: int = Field(20, ge=0, description="most likely tokens shown beside each token")
     request_deadline_s: float = Field(3600.0, gt=0, description="seconds until an unfinished request fails")
 
     first_token_wait_s: float = Field(
         10.0, ge=0, description="seconds a stream's headers wait for the first token, so that errors have a status"
     )
     keep_alive_s: float = Field(15.0, gt=0, description="seconds of silence after which a stream sends a comment")
-    keep_s: float = Field(600.0, gt=0, description="seconds a finished stream's text is kept for clients to resume")
     resume_grace_s: float = Field(
         2.0, ge=0, description="seconds a stream goes on without its client; X-Resume-Grace asks for another value"
     )
     max_resume_grace_s: float = Field(60.0, ge=0, description="largest grace a client may ask for, in seconds")
-    reader_lease_s: float = Field(20.0, gt=0, description="seconds until a dead replica's requests are cancelled")
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may take to finish on SIGTERM")

@@ -13,7 +13,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 from redis.typing import FieldT as Field
@@ -21,7 +21,8 @@ from redis.typing import FieldT as Field
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Outcome = Literal["completed", "expired", "cancelled"]
 TERMINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+ENDPOINTS: tuple[BatchEndpoint, ...] = get_args(BatchEndpoint)
 WINDOW_S = 86400  # completion_window "24h"
 
 
@@ -61,7 +62,7 @@ class Batch:
     """One batch, as its Redis hash holds it. Times are Unix seconds, `lease_until` milliseconds, by Redis's clock."""
 
     id: str
-    endpoint: str
+    endpoint: BatchEndpoint
     input_file_id: str
     created_at: int
     expires_at: int

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-import redis
 from fastapi import APIRouter, Request
 
-from ...shared.clients import TRANSIENT
+from ...shared.clients import TRANSIENT, Client
 from ...shared.errors import InvalidRequest
 from ..files.model import MAX_LIFETIME_S, MIN_LIFETIME_S
 from ..paging import PageQuery, integer, invalid_value, list_body, missing_parameter
@@ -37,7 +36,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
     """Accept a batch; its file is validated by the driver."""
     draft = _draft(await _json_body(request), getattr(request.state, "tenant", "default"))
     batch = await _store(request).create(draft, request.headers.get("idempotency-key"))
-    connection: redis.Redis = request.app.state.rq
+    connection: Client = request.app.state.rq
     try:
         await asyncio.to_thread(enqueue_slice, connection, batch)
     except TRANSIENT as e:
@@ -76,9 +75,10 @@ async def _json_body(request: Request) -> dict[str, Any]:
 def _draft(body: Mapping[str, Any], tenant: str) -> Batch:
     """What a create asks for, as a batch without id and times."""
     input_file_id = _string(body, "input_file_id")
-    endpoint = _string(body, "endpoint")
-    if endpoint not in ENDPOINTS:
-        raise invalid_value("endpoint", endpoint, ENDPOINTS)
+    asked = _string(body, "endpoint")
+    endpoint = next((known for known in ENDPOINTS if known == asked), None)
+    if endpoint is None:
+        raise invalid_value("endpoint", asked, ENDPOINTS)
     window = _string(body, "completion_window")
     if window != "24h":
         raise invalid_value("completion_window", window, ("24h",))

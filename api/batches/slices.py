@@ -6,10 +6,10 @@ taken. A slice's job is named by batch and epoch, so a batch waits in RQ once, h
 
 from __future__ import annotations
 
-import redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
+from ...shared.clients import Client
 from .model import Batch
 
 QUEUE = "headrace-batches"
@@ -17,12 +17,12 @@ DRIVE = "headrace.api.batches.worker.drive_slice"
 FAILED_S = 3600  # how long RQ remembers a slice that raised
 
 
-def slice_queue(connection: redis.Redis) -> Queue:
+def slice_queue(connection: Client) -> Queue:
     """The queue of slices. RQ's own time limit is off: the lease is what ends a driver's hold."""
     return Queue(QUEUE, connection=connection, serializer=JSONSerializer, default_timeout=-1)
 
 
-def enqueue_slice(connection: redis.Redis, batch: Batch) -> None:
+def enqueue_slice(connection: Client, batch: Batch) -> None:
     """Have a batch driven on, unless its next slice waits already. Blocks on Redis."""
     queue = slice_queue(connection)
     job_id = f"{batch.id}-{batch.epoch + 1}"

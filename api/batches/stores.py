@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import redis
-
-from ...shared.clients import connect, connect_async
+from ...shared.clients import Client, connect, connect_async
 from ..files.settings import FileSettings
 from ..files.store import FileStore
 from ..files.upload import UploadLimits
@@ -21,7 +19,7 @@ class Stores:
 
     files: FileStore
     batches: BatchStore
-    rq: redis.Redis
+    rq: Client
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ...shared.clients import TRANSIENT
 from ...shared.errors import HeadraceError, Overloaded, RequestError, StoreUnavailable, StreamGone, Unavailable
-from .model import Batch
+from .model import Batch, BatchEndpoint
 from .results import LineResult
 from .validate import RequestLine
 
@@ -28,7 +28,7 @@ class LineRequest:
     """
 
     seed: str
-    endpoint: str
+    endpoint: BatchEndpoint
     body: dict[str, Any]
     tenant: str
     deadline_s: float

@@ -1,41 +1,45 @@
-"""The threads of a driver process: each an RQ worker that runs its slices in place, on an event loop of its own."""
+"""The threads of a driver process: each an RQ worker that runs its slices in place, on an event loop of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from typing import Any
 
-import redis
-import redis.exceptions
 from rq import SimpleWorker
 from rq.timeouts import TimerDeathPenalty
 
-from ...shared.clients import TRANSIENT
+from ...shared.clients import TRANSIENT, Client
 from .model import Batch
 from .slices import enqueue_slice, slice_queue
 
 log = logging.getLogger(__name__)
 
-Drive = Callable[[str], Awaitable[Batch | None]]
+Drive = Callable[[str], Coroutine[Any, Any, Batch | None]]
+
+RETRY_S = 1.0
 
 _thread: ContextVar[DriverThread] = ContextVar("driver thread")
 
 
 class _SliceWorker(SimpleWorker):
-    """Runs jobs in this thread. Signals and the process's title belong to the main thread."""
+    """Runs jobs in this thread. Signals, the process's title and remote commands are not RQ's here."""
 
-    death_penalty_class = TimerDeathPenalty  # without a limit it does nothing; the other one uses SIGALRM
+    death_penalty_class = TimerDeathPenalty  # without a limit it does nothing; the default uses SIGALRM
     max_connection_wait_time = 2.0
 
     def _install_signal_handlers(self) -> None:
-        pass
+        """Only the main thread may."""
 
     def procline(self, message: str) -> None:
-        pass
+        """The title says the role."""
+
+    def subscribe(self) -> None:
+        """No further thread to listen for commands to a process that forks."""
 
     def stop(self) -> None:
         """Take no further job; RQ looks at this between its reads."""
@@ -46,13 +50,13 @@ class DriverThread(threading.Thread):
     """One of a process's drivers.
 
     Args:
-        connection: of this thread alone, to RQ's Redis.
-        drive: drives a batch for one slice; called in this thread's loop.
+        connection: to RQ's Redis; this thread's alone.
+        drive: drives a batch for one slice.
     """
 
-    WORKER_TTL_S = 17  # RQ reads for 15 s less, so a stop is heard within two seconds
+    WORKER_TTL_S = 17  # RQ reads for 15 s less at a time, so a stop is heard within two
 
-    def __init__(self, name: str, connection: redis.Redis, drive: Drive) -> None:
+    def __init__(self, name: str, connection: Client, drive: Drive) -> None:
         super().__init__(name=name, daemon=True)
         self._connection = connection
         self._drive = drive
@@ -66,29 +70,32 @@ class DriverThread(threading.Thread):
             self._worker.stop()
 
     def run(self) -> None:
+        """Work until `stop`. RQ's loop ends on any trouble with Redis, and is begun again."""
         _thread.set(self)
         while not self._stopping.is_set():
             try:
                 self._work()
             except TRANSIENT as e:
-                log.warning("the batch queue does not answer: %s", e)
-                time.sleep(1.0)
+                log.warning("RQ's Redis does not answer: %s", e)
+            self._stopping.wait(RETRY_S)
 
     def _work(self) -> None:
         queue = slice_queue(self._connection)
+        # A new name each time: RQ refuses that of a worker whose death it could not write down.
+        name = f"{self.name}-{uuid.uuid4().hex[:8]}"
         self._worker = _SliceWorker(
             [queue],
-            name=self.name,
+            name=name,
             connection=self._connection,
             serializer=queue.serializer,
-            default_worker_ttl=self.WORKER_TTL_S,
+            worker_ttl=self.WORKER_TTL_S,
         )
         if not self._stopping.is_set():
-            self._worker.work(logging_level="WARNING", with_scheduler=False)
+            self._worker.work(logging_level="WARNING")
 
     def drive(self, batch_id: str) -> None:
         """One slice; a batch that has not ended is enqueued again, behind those that wait."""
-        batch = asyncio.run(_await(self._drive(batch_id)))
+        batch = asyncio.run(self._drive(batch_id))
         if batch is not None and not batch.ended:
             enqueue_slice(self._connection, batch)
 
@@ -96,7 +103,3 @@ class DriverThread(threading.Thread):
 def drive_slice(batch_id: str) -> None:
     """The RQ job."""
     _thread.get().drive(batch_id)
-
-
-async def _await(work: Awaitable[Batch | None]) -> Batch | None:
-    return await work
