@@ -44,6 +44,7 @@ def run(settings: ServeSettings) -> int:
         ConfigError: something is not as it must be; no process was left behind.
     """
     logs.setup("serve", settings.log_level, settings.log_json)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every look at /health
     models = served_models(settings)
     with bind(settings.host, settings.port) as listener:
         url = url_of(settings.host, listener.getsockname()[1])
