@@ -1,0 +1,137 @@
+"""The command: find the model, warm up, run each level, report."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from ...shared.errors import ConfigError
+from ...shared.settings import load
+from . import report
+from .client import Client
+from .load import closed_loop, open_loop, poisson_arrivals
+from .prompts import PromptSource
+from .requests import request_body
+from .results import LevelResult, summarize
+from .samples import Sample
+from .settings import BenchSettings
+
+DEFAULT_CONCURRENCY = (1, 8, 32)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `headrace bench`. Returns 0, or 1 when a level had no request answered.
+
+    Raises:
+        ConfigError: a setting is wrong, or the server cannot be asked at all.
+    """
+    settings = load(BenchSettings, argv, "headrace bench")
+    output = _writable(settings.output)
+    seed = secrets.randbits(32) if settings.seed is None else settings.seed
+    machine = report.environment()
+    model, results = _run(measure(settings, seed))
+    report.print_table(f"{settings.label or settings.url}  {model}  seed {seed}", results)
+    if output is not None:
+        output.write_bytes(
+            orjson.dumps(report.build(settings, machine, model, seed, results), option=orjson.OPT_INDENT_2)
+        )
+    return 0 if all(result.completed for result in results) else 1
+
+
+async def measure(settings: BenchSettings, seed: int) -> tuple[str, list[LevelResult]]:
+    """Load the server level by level; returns the model's name and the results, in the order of the settings."""
+    client = Client(settings.url, api_key=settings.api_key.get_secret_value(), timeout_s=settings.timeout_s)
+    try:
+        model = settings.model or await _first_model(client, settings.url)
+        requests = _requests(client, settings, model, seed)
+        levels = _levels(settings, seed)
+        await _warm_up(client, settings, [next(requests) for _ in range(settings.warmup)])
+        results = []
+        for loop, level, run in levels:
+            batch = [next(requests) for _ in range(settings.num_requests)]
+            cpu = time.process_time()
+            samples = await run(client, batch)
+            results.append(summarize(loop, level, samples, time.process_time() - cpu))
+            _progress(results[-1])
+        return model, results
+    finally:
+        await client.close()
+
+
+Level = tuple[Literal["closed", "open"], float, Callable[[Client, Sequence[bytes]], Awaitable[list[Sample]]]]
+
+
+def _levels(settings: BenchSettings, seed: int) -> list[Level]:
+    concurrency = settings.concurrency or (() if settings.rate else DEFAULT_CONCURRENCY)
+
+    def closed(users: int) -> Level:
+        return "closed", users, lambda client, requests: closed_loop(client.send, requests, users)
+
+    def opened(rate: float) -> Level:
+        arrivals = poisson_arrivals(rate, settings.num_requests, seed)
+        return "open", rate, lambda client, requests: open_loop(client.send, requests, arrivals)
+
+    return [closed(users) for users in concurrency] + [opened(rate) for rate in settings.rate]
+
+
+def _requests(client: Client, settings: BenchSettings, model: str, seed: int) -> Iterator[bytes]:
+    """Requests without end, no prompt twice: warm-up and every level take theirs from here."""
+    source = PromptSource(words=settings.input_len, shared_prefix=settings.shared_prefix, seed=seed)
+    index = 0
+    while True:
+        yield client.post(settings.path, request_body(settings, model, source.prompt(index)))
+        index += 1
+
+
+async def _first_model(client: Client, url: str) -> str:
+    try:
+        models = orjson.loads(await client.get("/v1/models"))["data"]
+        return str(models[0]["id"])
+    except OSError as e:
+        raise ConfigError(f"--url {url}: /v1/models: {e}; start the server first, or name another one") from e
+    except (orjson.JSONDecodeError, LookupError, TypeError) as e:
+        raise ConfigError(f"--url {url}: /v1/models names no model; say which with --model") from e
+
+
+async def _warm_up(client: Client, settings: BenchSettings, requests: Sequence[bytes]) -> None:
+    """All at once, so that the server has met a batch; a server that answers none of them is not measured."""
+    samples = await closed_loop(client.send, requests, len(requests)) if requests else []
+    if samples and all(sample.error for sample in samples):
+        raise ConfigError(f"--url {settings.url}{settings.path}: every warm-up request failed: {samples[0].error}")
+
+
+def _progress(r: LevelResult) -> None:
+    line = (
+        f"{r.loop} {r.level:g}: {r.completed}/{r.requests} in {r.duration_s:.1f} s, {r.output_tokens_per_s:.1f} tok/s"
+    )
+    print(line, file=sys.stderr, flush=True)
+
+
+def _writable(output: str) -> Path | None:
+    """The report's path, tried before minutes are spent on it."""
+    if not output:
+        return None
+    path = Path(output)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as e:
+        raise ConfigError(f"--output {output}: {e.strerror}; name a file that can be written") from e
+    return path
+
+
+def _run(main: Coroutine[Any, Any, tuple[str, list[LevelResult]]]) -> tuple[str, list[LevelResult]]:
+    """On uvloop, where the platform has it: it halves what an event costs."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
