@@ -48,38 +48,32 @@ class TokenStream:
         self._scripts = scripts
         self._owner = owner
         self._lease_ms = int(lease_s * 1000)
-        self._in_flight: tuple[list[Call], list[list[str]]] | None = None
+        self._in_flight: tuple[list[Call], list[Append]] | None = None
 
     def append(self, writes: Sequence[Append]) -> dict[str, Written]:
         """Write one step of many requests, one call per shard, in one round trip."""
         self.begin_append(writes)
-        return self.finish_append()
+        return {write.chunk.rid: written for write, written in self.finish_append()}
 
     def begin_append(self, writes: Sequence[Append]) -> None:
         """Send a flush and come back at once; the next step runs while Redis works. One may be in flight."""
         assert self._in_flight is None, "a flush is in flight already: finish it first"
         ordered = sorted(writes, key=lambda w: shard_in(w.chunk.rid))
-        calls, rids = [], []
+        calls = []
         for shard, group in groupby(ordered, lambda w: shard_in(w.chunk.rid)):
-            members = list(group)
-            args = [self._owner, self._lease_ms, *(arg for w in members for arg in _encode(w))]
+            args = [self._owner, self._lease_ms, *(arg for w in group for arg in _encode(w))]
             calls.append(Call("append", shard, args))
-            rids.append([w.chunk.rid for w in members])
-        self._in_flight = (calls, rids)
+        self._in_flight = (calls, ordered)
         if calls:
             self._scripts.begin_quietly(calls)
 
-    def finish_append(self) -> dict[str, Written]:
-        """The replies of the flush in flight; nothing if there is none."""
+    def finish_append(self) -> list[tuple[Append, Written]]:
+        """What became of each write of the flush in flight; nothing if there is none."""
         if self._in_flight is None:
-            return {}
-        (calls, rids), self._in_flight = self._in_flight, None
+            return []
+        (calls, writes), self._in_flight = self._in_flight, None
         replies = self._scripts.finish(calls) if calls else []
-        return {
-            rid: Written(code)
-            for group, reply in zip(rids, replies, strict=True)
-            for rid, code in zip(group, reply, strict=True)
-        }
+        return list(zip(writes, (Written(code) for reply in replies for code in reply), strict=True))
 
     def read(self, after: Mapping[str, int]) -> dict[str, list[TokenChunk]]:
         """What was appended to each request after so many tokens, in order; requests without news are left out.

@@ -141,8 +141,9 @@ class Worker:
     def _admit(self, claim: Claim) -> None:
         """Give a claimed job to the engine; one that was twice together with a death waits to run alone."""
         rid = claim.job.rid
+        self._let_go(rid)  # our own lease on it may have run out, and we be the next to claim it
         self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
-        if claim.attempts >= keys.MAX_ATTEMPTS - 1 and claim not in self._suspects:
+        if claim.attempts >= keys.MAX_ATTEMPTS - 1:
             self._suspects.append(claim)
             return
         self._start(claim)
@@ -205,16 +206,20 @@ class Worker:
 
     def _settle(self) -> None:
         """Read the replies of the flush in flight, and let go of what is no longer ours."""
-        for rid, written in self._tokens.finish_append().items():
-            if written is Written.OK:
-                continue
+        for write, written in self._tokens.finish_append():
+            rid, held = write.chunk.rid, self._held.get(write.chunk.rid)
+            if written is Written.OK or (held is not None and held.epoch != write.epoch):
+                continue  # written; or lost, and claimed again by ourselves since
             if written is Written.MISPLACED:
                 log.error("tokens do not follow what the stream holds; letting go", extra={"request_id": rid})
             elif written is Written.FENCED:
                 log.warning("another worker took over; letting go", extra={"request_id": rid})
-            self._engine.abort(rid)
-            self._held.pop(rid, None)
-            self._suspects = [claim for claim in self._suspects if claim.job.rid != rid]
+            self._let_go(rid)
+
+    def _let_go(self, rid: str) -> None:
+        self._engine.abort(rid)
+        self._held.pop(rid, None)
+        self._suspects = [claim for claim in self._suspects if claim.job.rid != rid]
 
     def _rest(self) -> None:
         """Nothing to do: check that nothing leaked, then wait for a hint, a second at most."""
