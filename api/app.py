@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 
@@ -11,6 +11,9 @@ from fastapi import FastAPI
 
 from . import errors
 from .auth import Keys
+from .batches.routes import router as batches
+from .batches.stores import Stores
+from .files.routes import router as files
 from .middleware import Border
 from .openapi import document
 from .protocol.chat import ChatCompletionRequest
@@ -24,13 +27,23 @@ from .settings import ApiSettings
 UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
 
 
-def create_app(settings: ApiSettings, services: Callable[[], AbstractAsyncContextManager[Services]]) -> FastAPI:
-    """The api over services that are opened with the application and closed after its last request."""
+def create_app(
+    settings: ApiSettings,
+    services: Callable[[], AbstractAsyncContextManager[Services]],
+    stores: Callable[[], AbstractAsyncContextManager[Stores]] | None = None,
+) -> FastAPI:
+    """The api over services and stores that are opened with the application and closed after its last request.
+
+    Without `stores` there are no files and no batches.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with services() as opened:
-            app.state.services = opened
+        async with AsyncExitStack() as stack:
+            app.state.services = await stack.enter_async_context(services())
+            if stores is not None:
+                opened = await stack.enter_async_context(stores())
+                app.state.files, app.state.batches, app.state.rq = opened.files, opened.batches, opened.rq
             yield
 
     app = FastAPI(title="headrace", version=version("headrace"), lifespan=lifespan)
@@ -44,5 +57,8 @@ def create_app(settings: ApiSettings, services: Callable[[], AbstractAsyncContex
     errors.install(app)
     for group in (generation, models, health):
         app.include_router(group.router)
+    if stores is not None:
+        app.include_router(files)
+        app.include_router(batches)
     app.openapi = partial(document, app, [ChatCompletionRequest, CompletionRequest, GenerateRequest])  # type: ignore[method-assign]
     return app

@@ -18,6 +18,7 @@ from ..shared.errors import ConfigError, StoreUnavailable
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.store import Store, open_store
 from .app import create_app
+from .batches.stores import open_stores
 from .errors import STORE_ERRORS
 from .services import Services, load_template, open_services
 from .settings import ApiSettings
@@ -56,7 +57,7 @@ def run(settings: ApiSettings) -> int:
     store = open_store(settings)
     with _listen(settings) as listener:
         config = uvicorn.Config(
-            create_app(settings, lambda: _member_services(settings, store)),
+            create_app(settings, lambda: _member_services(settings, store), lambda: open_stores(settings)),
             log_config=None,
             access_log=False,
             lifespan="on",

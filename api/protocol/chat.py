@@ -31,12 +31,12 @@ ContentPart = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator=
 
 
 def _content_kind(value: Any) -> str:
-    return "parts" if isinstance(value, list) else "text"
+    return "<parts>" if isinstance(value, list) else "<text>"
 
 
 # A string or a list of parts; the tag keeps errors to the kind that was sent.
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")], Discriminator(_content_kind)
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")], Discriminator(_content_kind)
 ]
 
 

@@ -27,11 +27,11 @@ def _top_k(value: int) -> int:
 
 
 def _text_kind(value: Any) -> str:
-    return "texts" if isinstance(value, list) else "text"
+    return "<texts>" if isinstance(value, list) else "<text>"
 
 
 def _ids_kind(value: Any) -> str:
-    return "batch" if isinstance(value, list) and value and isinstance(value[0], list) else "ids"
+    return "<batch>" if isinstance(value, list) and value and isinstance(value[0], list) else "<ids>"
 
 
 def _prompt_kind(value: Any) -> str:
@@ -44,11 +44,11 @@ StrList = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_
 TokenIds = list[Annotated[int, Field(ge=0, le=2**32)]]
 TopK = Annotated[int, AfterValidator(_top_k)]
 
-# One prompt or several, as text or as token ids. The tags keep an error to the form that was sent.
-_Text = Annotated[str, Tag("text")]
-_Texts = Annotated[list[str], Tag("texts"), Field(min_length=1)]
-_Ids = Annotated[TokenIds, Tag("ids"), Field(min_length=1)]
-_Batch = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Tag("batch")]
+# One prompt or several, as text or as token ids. The tags keep an error to the form that was sent; no field is called so.
+_Text = Annotated[str, Tag("<text>")]
+_Texts = Annotated[list[str], Tag("<texts>"), Field(min_length=1)]
+_Ids = Annotated[TokenIds, Tag("<ids>"), Field(min_length=1)]
+_Batch = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Tag("<batch>")]
 TextPrompt = Annotated[_Text | _Texts, Discriminator(_text_kind)]
 IdsPrompt = Annotated[_Ids | _Batch, Discriminator(_ids_kind)]
 Prompt = Annotated[_Text | _Texts | _Ids | _Batch, Discriminator(_prompt_kind)]
