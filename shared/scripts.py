@@ -52,7 +52,7 @@ def _command(call: Call) -> tuple[Arg, ...]:
 
 
 class Scripts:
-    """Script calls over a synchronous client. One thread.
+    """Script calls over a synchronous client. One thread; between `begin` and `finish` no other call.
 
     Args:
         client: of `clients.connect`.
@@ -81,6 +81,7 @@ class Scripts:
             StoreUnavailable: Redis did not answer within the limit.
             redis.exceptions.ResponseError: a script was refused (memory full) or is wrong.
         """
+        assert self._connection is None, "a flush is in flight on these scripts: its replies come first"
         patience = Patience(self._limit_s)
         while True:
             try:

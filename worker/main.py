@@ -46,13 +46,13 @@ def run(settings: WorkerSettings) -> int:
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
     consumer = f"{member.info.host}:{slot}"
-    scripts = Scripts(client, on_outage=lambda error: worker.note_outage(error))
+    scripts, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
     queue = JobQueue(client, scripts, store.shards)
     queue.reap_consumers(engine.card.pool)
     worker = Worker(
         engine,
         queue,
-        TokenStream(client, scripts, owner, settings.lease_s),
+        TokenStream(client, flushes, owner, settings.lease_s),
         client,
         member,
         owner=owner,
