@@ -31,6 +31,7 @@ class Sample:
     logprob: TokenLogprob | None = None
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sample]:
     """Sample one token per row. `logits` [S, V] float32 is used up."""
     best, tokens = logits.max(-1)  # NaN wins a max, so one look tells the greedy token and whether all is finite

@@ -67,6 +67,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.fixed_chunks = fixed_chunks
         self.running: list[Sequence] = []
+        self.preemptions = 0  # since the start
         self._waiting: dict[Lane, deque[Sequence]] = {lane: deque() for lane in LANES}
         self._by_rid: dict[str, Sequence] = {}
 
@@ -183,6 +184,7 @@ class Scheduler:
         return self.blocks.blocks_for(len(sequence.token_ids) + int(left * EXPECTED_OUTPUT))
 
     def _preempt(self, sequence: Sequence, plan: dict[Sequence, int]) -> None:
+        self.preemptions += 1
         plan.pop(sequence, None)
         self.running.remove(sequence)
         self._release(sequence)

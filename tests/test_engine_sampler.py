@@ -1,0 +1,184 @@
+"""Sampling: the right distribution, reproducible whatever the batch, and every parameter does what it says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from headrace.shared.messages import GenerateJob, SamplingParams, TokenLogprob
+from headrace.worker.engine.noise import gumbel, row_keys
+from headrace.worker.engine.sampler import sample
+from headrace.worker.engine.sequence import Sequence, stop_ids
+
+VOCABULARY = 50
+CPU = torch.device("cpu")
+
+
+def row(
+    *, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), seed: int = 0, tops: int | None = None, **s: Any
+) -> Sequence:
+    params = SamplingParams(**s)
+    job = GenerateJob(
+        rid="r",
+        model="m",
+        pool="m",
+        tokenizer="",
+        input_ids=prompt,
+        sampling=params,
+        return_logprob=tops is not None,
+        top_logprobs_num=tops or 0,
+    )
+    ids = [*prompt, *output]
+    stops = stop_ids(params, (7,))
+    return Sequence(job, ids, len(prompt), max_tokens=10_000, stop_ids=stops, seed=seed, arrival=0)
+
+
+def logits_of(vocabulary: int = VOCABULARY, seed: int = 3) -> torch.Tensor:
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw(logits: torch.Tensor, count: int, **params: Any) -> torch.Tensor:
+    """Draws with the seeds 0 … count - 1, as counts of each token."""
+    tokens: list[int] = []
+    for start in range(0, count, 2000):
+        rows = [row(seed=seed, **params) for seed in range(start, min(start + 2000, count))]
+        tokens += [s.token_id for s in sample(logits.repeat(len(rows), 1), rows) if s.token_id is not None]
+    assert len(tokens) == count
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0])
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Standard score of the statistic over the cells that expect at least five draws; others are pooled."""
+    big = expected >= 5
+    seen = torch.cat([observed[big], observed[~big].sum()[None]]).double()
+    wanted = torch.cat([expected[big], expected[~big].sum()[None]]).double().clamp_min(1e-9)
+    degrees = int(big.sum()) - (0 if float(wanted[-1]) > 1e-6 else 1)
+    statistic = float(((seen - wanted) ** 2 / wanted)[: degrees + 1].sum())
+    return (statistic - degrees) / math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [50, 1500])
+def test_draws_follow_the_distribution(params: dict[str, Any], vocabulary: int) -> None:
+    logits, count = logits_of(vocabulary), 10_000
+    observed = draw(logits, count, **params)
+    expected = filtered(logits, **params)
+    assert not observed[expected == 0].any(), "a token that the limits exclude was drawn"
+    assert abs(chi_square(observed, expected * count)) < 5
+
+
+def filtered(
+    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """The distribution by the textbook: sort everything, cut, renormalise."""
+    values, order = (logits / temperature).double().sort(descending=True)
+    if top_k:
+        values[top_k:] = -torch.inf
+    p = values.softmax(-1)
+    keep = (p.cumsum(-1) - p < top_p) & (p >= min_p * p[0])
+    p = torch.where(keep, p, 0.0)
+    return torch.zeros_like(p).scatter(0, order, p / p.sum())
+
+
+def test_noise_is_standard_gumbel_and_positions_are_independent() -> None:
+    keys = row_keys([5] * 400, range(400), CPU)
+    noise = gumbel(keys, torch.arange(500)[None])
+    assert noise.isfinite().all()
+    assert abs(float(noise.mean()) - 0.5772) < 0.01
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    by_position = torch.corrcoef(noise[:50])
+    assert float((by_position - torch.eye(50)).abs().max()) < 0.25
+    assert float(torch.corrcoef(noise.T[:50]).fill_diagonal_(0).abs().max()) < 0.25
+
+
+def test_seeds_beyond_64_bits_and_below_zero_are_taken() -> None:
+    keys = row_keys([-1, 2**64 - 1, 2**70, 0], [0, 0, 0, 0], CPU)
+    assert keys[0].tolist() == keys[1].tolist()
+    assert keys[2].tolist() == keys[3].tolist() != keys[0].tolist()
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(24, 3000, generator=generator) * 3
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.95},
+        {"top_k": 100},
+        {"temperature": 0.0},
+        {"min_p": 0.05, "temperature": 2.0},
+        {"top_p": 0.5, "frequency_penalty": 1.0},
+    ]
+    rows = [row(seed=i, output=tuple(range(i)), **kinds[i % len(kinds)]) for i in range(24)]
+    together = [s.token_id for s in sample(logits.clone(), rows)]
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0].token_id for i in range(24)]
+    order = torch.randperm(24, generator=generator).tolist()
+    shuffled = [s.token_id for s in sample(logits[order], [rows[i] for i in order])]
+    assert together == alone
+    assert [together[i] for i in order] == shuffled
+
+
+def test_logprobs_are_the_models_own_distribution() -> None:
+    logits = logits_of()
+    whole = logits.log_softmax(-1)
+    rows = [row(tops=3, temperature=0.5, logit_bias=((4, 100.0),)), row(tops=0, temperature=0.0), row()]
+    biased, greedy, silent = sample(logits.repeat(3, 1), rows)
+    assert biased.token_id == 4
+    assert isinstance(biased.logprob, TokenLogprob)
+    assert biased.logprob.logprob == pytest.approx(float(whole[4]), abs=1e-5)
+    top = whole.topk(3)
+    assert [token for token, _ in biased.logprob.top] == top.indices.tolist()
+    assert [value for _, value in biased.logprob.top] == pytest.approx(top.values.tolist(), abs=1e-5)
+    assert greedy.logprob == TokenLogprob(pytest.approx(float(whole.max()), abs=1e-5))
+    assert silent.logprob is None
+
+
+def greedy_after(logits: list[float], sequence: Sequence) -> int | None:
+    return sample(torch.tensor([logits + [-50.0] * (VOCABULARY - len(logits))]), [sequence])[0].token_id
+
+
+def test_penalties_look_where_they_should() -> None:
+    scores = [0.0, 0.0, 0.0, 2.0, 1.5, 1.1]
+    # Token 3 stands twice in the output, token 4 in the prompt only.
+    said = {"prompt": (4,), "output": (3, 3), "temperature": 0.0}
+    assert greedy_after(scores, row(**said)) == 3
+    assert greedy_after(scores, row(presence_penalty=0.6, **said)) == 4
+    assert greedy_after(scores, row(frequency_penalty=0.2, **said)) == 3
+    assert greedy_after(scores, row(frequency_penalty=0.3, **said)) == 4
+    assert greedy_after(scores, row(repetition_penalty=1.4, **said)) == 3  # 1.43, 1.07, and 1.1 unseen
+    assert greedy_after(scores, row(repetition_penalty=1.9, **said)) == 5  # 1.05, 0.79
+    assert greedy_after([-1.0, -1.5, -9.0], row(prompt=(0,), repetition_penalty=1.9, temperature=0.0)) == 1
+
+
+def test_bias_bans_and_minimum() -> None:
+    scores = [0.0, 3.0, 2.0, 1.0]
+    assert greedy_after(scores, row(temperature=0.0, logit_bias=((3, 5.0),))) == 3
+    assert greedy_after(scores, row(temperature=0.0, logit_bias=((1, -100.0),))) == 2
+    assert greedy_after(scores, row(temperature=0.0, bad_words=((1,),))) == 2
+    assert greedy_after(scores, row(temperature=0.0, bad_words=((9, 1),), output=(9,))) == 2
+    assert greedy_after(scores, row(temperature=0.0, bad_words=((9, 1),), output=(8,))) == 1
+    stops: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": (1,), "min_new_tokens": 2}
+    assert greedy_after(scores, row(output=(5,), **stops)) == 2
+    assert greedy_after(scores, row(output=(5, 5), **stops)) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_no_token_and_spare_the_neighbours(bad: float) -> None:
+    logits = torch.stack([logits_of(), logits_of()])
+    logits[0, 17] = bad
+    broken, fine = sample(logits, [row(tops=2), row(temperature=0.0)])
+    assert broken.token_id is None
+    assert fine.token_id == int(logits_of().argmax())
