@@ -170,8 +170,8 @@ class WindowDecoder:
     def _window(self) -> tuple[str, str]:
         """Text of what is confirmed, and the text after it."""
         prefix, text = self._text(self.read_offset), self._text(len(self.decode_ids))
-        if not text.startswith(prefix):  # the prompt's half character is whole now, and belongs to the output
-            prefix = prefix.rstrip(REPLACEMENT)
+        while not text.startswith(prefix):  # the prompt's half character is whole now, and belongs to the output
+            prefix = prefix[:-1]
         return text[: len(prefix)], text[len(prefix) :]
 
     def _confirm(self, end: int, sent: int) -> None:

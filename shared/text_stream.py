@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -85,11 +85,20 @@ class TextStream:
 
     def publish(self, shard: int, epoch: int, writes: Sequence[Publish]) -> dict[str, Published]:
         """Publish one flush of a shard, in one call."""
-        if not writes:
-            return {}
-        args = [self._owner, epoch, *(arg for w in writes for arg in _encode(w))]
-        reply = self._scripts.call(Call("publish", shard, args))
-        return {w.chunk.rid: Published(code) for w, code in zip(writes, reply, strict=True)}
+        return self.publish_all({shard: (epoch, writes)} if writes else {})
+
+    def publish_all(self, flushes: Mapping[int, tuple[int, Sequence[Publish]]]) -> dict[str, Published]:
+        """Publish shard → (epoch, writes): one call per shard, in one round trip."""
+        calls = [
+            Call("publish", shard, [self._owner, epoch, *(arg for w in writes for arg in _encode(w))])
+            for shard, (epoch, writes) in flushes.items()
+        ]
+        replies = self._scripts.call_many(calls) if calls else []
+        return {
+            w.chunk.rid: Published(code)
+            for (_, writes), reply in zip(flushes.values(), replies, strict=True)
+            for w, code in zip(writes, reply, strict=True)
+        }
 
     def unfinished(self, shard: int) -> list[str]:
         """The rids of a shard that have not reached their end."""

@@ -36,7 +36,9 @@ class Family:
     def whole(self, prompt: Sequence[int], output: Sequence[int], params: DecodeParams) -> str:
         """decode(prompt + output) - decode(prompt), by the tokenizer's own decode."""
         before, text = (self.one(ids, params) for ids in (prompt, [*prompt, *output]))
-        return text[len(before) if text.startswith(before) else len(before.rstrip("\ufffd")) :]
+        while not text.startswith(before):  # the prompt ends in half a character, and the output completes it
+            before = before[:-1]
+        return text[len(before) :]
 
     def one(self, ids: Sequence[int], params: DecodeParams) -> str:
         known = [i for i in ids if 0 <= i < self.vocab.size]

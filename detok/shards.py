@@ -1,0 +1,72 @@
+"""The shards that this detokenizer leases: renewed in time, shared fairly, given up at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..shared import keys
+from ..shared.clients import Client
+from ..shared.text_stream import ShardLease
+from .peers import Peers
+
+
+class Shards:
+    """Leases and their fences.
+
+    A peer's shards come free when it gives them up, or a lease after it died. Each detokenizer takes free ones up to
+    its share; one that stays free for two leases is taken by anyone, since a shard without an owner stands still.
+
+    Attributes:
+        epochs: fence of each shard that is ours.
+    """
+
+    def __init__(self, client: Client, lease: ShardLease, peers: Peers, count: int, lease_s: float) -> None:
+        self._client = client
+        self._lease = lease
+        self._peers = peers
+        self._all = range(count)
+        self._lease_s = lease_s
+        self._next = float("-inf")
+        self._free_since: dict[int, float] = {}
+        self.epochs: dict[int, int] = {}
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until `keep` must be called again: a third of the lease after the last time."""
+        return max(0.0, self._next - time.monotonic())
+
+    def keep(self) -> None:
+        """Renew the leases, leave what is above our share, take what is free."""
+        self._next = time.monotonic() + self._lease_s / 3
+        self.epochs = self._lease.take(list(self.epochs))
+        share = self._peers.share(len(self._all))
+        self.give_up(sorted(self.epochs)[share:])
+        self.epochs |= self._lease.take(self._wanted(share - len(self.epochs)))
+
+    def give_up(self, shards: Sequence[int]) -> None:
+        """Leave shards to others at once; what was published of them is all that a successor needs."""
+        self._lease.give_up(shards)
+        for shard in shards:
+            self.epochs.pop(shard, None)
+
+    def lost(self, shard: int) -> None:
+        """Another detokenizer leases it now."""
+        self.epochs.pop(shard, None)
+
+    def _wanted(self, room: int) -> list[int]:
+        now = time.monotonic()
+        free = self._free()
+        self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
+        stale = [shard for shard, since in self._free_since.items() if now - since > 2 * self._lease_s]
+        return sorted({*free[: max(0, room)], *stale})
+
+    def _free(self) -> list[int]:
+        others = [shard for shard in self._all if shard not in self.epochs]
+        pipe = self._client.pipeline(transaction=False)
+        pipe.time()
+        for shard in others:
+            pipe.hget(keys.lease(shard), "until")
+        (seconds, micros), *until = pipe.execute()
+        now_ms = seconds * 1000 + micros // 1000
+        return [shard for shard, at in zip(others, until, strict=True) if int(at or 0) <= now_ms]
