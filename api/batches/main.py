@@ -11,6 +11,7 @@ import logging
 import uuid
 from functools import partial
 
+from ...shared import logs
 from ...shared.clients import TRANSIENT, Client, connect
 from ...shared.errors import StoreUnavailable
 from ...shared.registry import Membership, ProcessInfo
@@ -38,6 +39,7 @@ def run(settings: BatchSettings) -> int:
         ConfigError: a setting is wrong, or the data folder is not the deployment's.
         StoreUnavailable: Redis does not answer.
     """
+    logs.setup("batch", settings.log_level, settings.log_json)
     stop = StopSignal()
     load_template(settings.chat_template)
     store = open_store(settings)

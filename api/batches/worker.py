@@ -10,12 +10,14 @@ from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
-from rq import SimpleWorker
+from rq import Queue, SimpleWorker
+from rq.exceptions import StopRequested
+from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
 from ...shared.clients import TRANSIENT, Client
 from .model import Batch
-from .slices import enqueue_slice, slice_queue
+from .slices import QUEUE, enqueue_slice
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +28,20 @@ RETRY_S = 1.0
 _thread: ContextVar[DriverThread] = ContextVar("driver thread")
 
 
+class _SliceQueue(Queue):
+    """Ends its worker's loop on a stop: RQ itself would read on until a job comes, for it is told by a signal."""
+
+    @classmethod
+    def dequeue_any(cls, *args: Any, **kwargs: Any) -> Any:
+        if _thread.get().stopping:
+            raise StopRequested
+        return super().dequeue_any(*args, **kwargs)
+
+
 class _SliceWorker(SimpleWorker):
     """Runs jobs in this thread. Signals, the process's title and remote commands are not RQ's here."""
 
+    queue_class = _SliceQueue
     death_penalty_class = TimerDeathPenalty  # without a limit it does nothing; the default uses SIGALRM
     max_connection_wait_time = 2.0
 
@@ -41,10 +54,6 @@ class _SliceWorker(SimpleWorker):
     def subscribe(self) -> None:
         """No further thread to listen for commands to a process that forks."""
 
-    def stop(self) -> None:
-        """Take no further job; RQ looks at this between its reads."""
-        self._stop_requested = True
-
 
 class DriverThread(threading.Thread):
     """One of a process's drivers.
@@ -54,25 +63,26 @@ class DriverThread(threading.Thread):
         drive: drives a batch for one slice.
     """
 
-    WORKER_TTL_S = 17  # RQ reads for 15 s less at a time, so a stop is heard within two
+    WORKER_TTL_S = 16  # RQ reads for 15 s less at a time, so a stop is heard within one
 
     def __init__(self, name: str, connection: Client, drive: Drive) -> None:
         super().__init__(name=name, daemon=True)
         self._connection = connection
         self._drive = drive
         self._stopping = threading.Event()
-        self._worker: _SliceWorker | None = None
 
     def stop(self) -> None:
         """Take no further slice; the one that runs ends by itself."""
         self._stopping.set()
-        if self._worker is not None:
-            self._worker.stop()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
 
     def run(self) -> None:
         """Work until `stop`. RQ's loop ends on any trouble with Redis, and is begun again."""
         _thread.set(self)
-        while not self._stopping.is_set():
+        while not self.stopping:
             try:
                 self._work()
             except TRANSIENT as e:
@@ -80,18 +90,12 @@ class DriverThread(threading.Thread):
             self._stopping.wait(RETRY_S)
 
     def _work(self) -> None:
-        queue = slice_queue(self._connection)
         # A new name each time: RQ refuses that of a worker whose death it could not write down.
         name = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        self._worker = _SliceWorker(
-            [queue],
-            name=name,
-            connection=self._connection,
-            serializer=queue.serializer,
-            worker_ttl=self.WORKER_TTL_S,
+        worker = _SliceWorker(
+            [QUEUE], name=name, connection=self._connection, serializer=JSONSerializer, worker_ttl=self.WORKER_TTL_S
         )
-        if not self._stopping.is_set():
-            self._worker.work(logging_level="WARNING")
+        worker.work(logging_level="WARNING")
 
     def drive(self, batch_id: str) -> None:
         """One slice; a batch that has not ended is enqueued again, behind those that wait."""
