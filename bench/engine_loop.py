@@ -13,7 +13,6 @@ import statistics
 import time
 
 import torch
-
 from headrace.shared.messages import GenerateJob, SamplingParams
 from headrace.shared.settings import load
 from headrace.worker.engine.engine import TransformersEngine

@@ -112,7 +112,7 @@ def test_ends(folder: Path, engine: TransformersEngine) -> None:
 
 
 def test_eos_of_the_model_ends_unless_ignored(engine: TransformersEngine) -> None:
-    bias = {"logit_bias": ((tiny_models.EOS_ID, 100.0),)}
+    bias: dict[str, Any] = {"logit_bias": ((tiny_models.EOS_ID, 100.0),)}
     heeded = engines.run(engine, [engines.job("a", range(5, 9), ignore_eos=False, **bias)])["a"]
     assert heeded.token_ids == [tiny_models.EOS_ID]
     assert heeded.finish is not None

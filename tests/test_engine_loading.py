@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 import transformers
 from headrace.shared.errors import ConfigError, ModelRefused
 from headrace.shared.settings import load
 from headrace.worker.card import load_card
+from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.loader import load_model
 from headrace.worker.settings import WorkerSettings, parse_bytes
 from kit import engines, tiny_models
-
-import torch
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_rotary_scaling_that_looks_at_the_batch_is_kept_to_its_original_context(
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
     change(folder, "config.json", rope_parameters=rope)
     assert card_of(folder).context_length == 128
-    with pytest.raises(ConfigError, match="dynamic rotary scaling.* 128 tokens, got 200"):
+    with pytest.raises(ConfigError, match=r"dynamic rotary scaling.* 128 tokens, got 200"):
         card_of(folder, context_length=200)
 
 
@@ -137,7 +137,8 @@ def test_architectures_that_cannot_run_over_the_pool_are_refused(tmp_path: Path,
     config = transformers.AutoConfig.for_model(architecture, **REFUSED[architecture])
     known = type(config) in transformers.AutoModelForCausalLM._model_mapping
     if known:
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        from_config: Any = transformers.AutoModelForCausalLM.from_config
+        from_config(config).save_pretrained(tmp_path)
     else:
         config.save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=f"--model {tmp_path}: .*Serve a decoder-only model"):
@@ -180,4 +181,4 @@ def test_wrong_settings_name_key_and_value(flags: list[str], says: str) -> None:
 def test_a_gpu_that_is_not_there_is_refused(folder: Path) -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=rf"torch sees {count} GPUs, got cuda:{count}"):
-        engines.TransformersEngine(WorkerSettings(model=str(folder), device=f"cuda:{count}"))
+        TransformersEngine(WorkerSettings(model=str(folder), device=f"cuda:{count}"))

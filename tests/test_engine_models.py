@@ -1,4 +1,4 @@
-"""The engine gives the tokens and the distributions of transformers' own eager forward, architecture by architecture."""
+"""Tokens and distributions equal those of transformers' own eager forward, architecture by architecture."""
 
 from __future__ import annotations
 

@@ -142,7 +142,9 @@ def test_logprobs_are_the_models_own_distribution() -> None:
     top = whole.topk(3)
     assert [token for token, _ in biased.logprob.top] == top.indices.tolist()
     assert [value for _, value in biased.logprob.top] == pytest.approx(top.values.tolist(), abs=1e-5)
-    assert greedy.logprob == TokenLogprob(pytest.approx(float(whole.max()), abs=1e-5))
+    assert isinstance(greedy.logprob, TokenLogprob)
+    assert greedy.logprob.logprob == pytest.approx(float(whole.max()), abs=1e-5)
+    assert greedy.logprob.top == ()
     assert silent.logprob is None
 
 
@@ -153,7 +155,7 @@ def greedy_after(logits: list[float], sequence: Sequence) -> int | None:
 def test_penalties_look_where_they_should() -> None:
     scores = [0.0, 0.0, 0.0, 2.0, 1.5, 1.1]
     # Token 3 stands twice in the output, token 4 in the prompt only.
-    said = {"prompt": (4,), "output": (3, 3), "temperature": 0.0}
+    said: dict[str, Any] = {"prompt": (4,), "output": (3, 3), "temperature": 0.0}
     assert greedy_after(scores, row(**said)) == 3
     assert greedy_after(scores, row(presence_penalty=0.6, **said)) == 4
     assert greedy_after(scores, row(frequency_penalty=0.2, **said)) == 3

@@ -80,7 +80,8 @@ def test_allocator_gives_all_but_the_null_block_and_takes_them_back() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
 def test_allocator_never_loses_or_doubles_a_block(moves: list[tuple[bool, int]]) -> None:
-    pool, tables = BlockAllocator(17, BLOCK_SIZE), [[] for _ in range(4)]  # type: list[list[int]]
+    pool = BlockAllocator(17, BLOCK_SIZE)
+    tables: list[list[int]] = [[] for _ in range(4)]
     for take, count in moves:
         table = tables[count % 4]
         if take:

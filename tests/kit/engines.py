@@ -29,7 +29,8 @@ def job(
     rid: str, prompt: Sequence[int], *, top_logprobs: int | None = None, lane: Lane = "std", **sampling: Any
 ) -> GenerateJob:
     """A job that is greedy and goes on past eos, unless `sampling` says otherwise."""
-    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8} | sampling))
+    plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8}
+    params = SamplingParams(**(plain | sampling))
     return GenerateJob(
         rid=rid,
         model="m",
@@ -46,7 +47,7 @@ def job(
 def tiny_engine(folder: Path, **settings: Any) -> TransformersEngine:
     """A float32 engine on the CPU with few slots, small blocks and a small budget, so that short tests reach chunked
     prefill, mixed batches and full pools."""
-    small = {"max_running": 8, "max_batch_tokens": 24, "block_size": 4, "kv_memory": "64mb"}
+    small: dict[str, Any] = {"max_running": 8, "max_batch_tokens": 24, "block_size": 4, "kv_memory": "64mb"}
     return TransformersEngine(WorkerSettings(model=f"m={folder}", device="cpu", dtype="float32", **(small | settings)))
 
 
@@ -84,8 +85,8 @@ def random_prompts(lengths: Sequence[int], *, low: int = 5, high: int = 260, see
 @functools.cache
 def reference_model(folder: Path) -> Any:
     """transformers' own model with its eager attention, float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return model.eval()
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 @torch.inference_mode()

@@ -63,7 +63,8 @@ def build(
     settings = transformers.AutoConfig.for_model(architecture, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(settings).float()
+        from_config: Any = transformers.AutoModelForCausalLM.from_config
+        model = from_config(settings).float()
         for parameter in model.parameters():
             if parameter.dim() > 1:  # wide enough that greedy tokens differ and are not near a tie
                 torch.nn.init.normal_(parameter, std=0.25)
