@@ -180,7 +180,7 @@ class Supervisor:
             await _cancel([ready, stop])
 
     async def _say_when_ready(self) -> None:
-        """Print the ready line once every worker and detokenizer says that it works, and the api that it answers."""
+        """Print the ready line once every child says that it works, and the api answers."""
         while not (await asyncio.to_thread(self._all_work) and await self._api_answers()):  # noqa: ASYNC110 - no event
             await asyncio.sleep(POLL_S)
         for child in self._children:
@@ -194,7 +194,7 @@ class Supervisor:
                 working = {p.pid for p in processes(client) if p.host == here and p.state == "ready"}
             except redis.ConnectionError:
                 return False
-        return all(child.pid in working for child in self._children if child.role in ("worker", "detok"))
+        return all(child.pid in working for child in self._children)
 
     async def _api_answers(self) -> bool:
         async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
