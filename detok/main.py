@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import uuid
 
-from ..shared import keys, logs
-from ..shared.clients import Client, connect
-from ..shared.errors import ProtocolError
+from ..shared import logs
+from ..shared.clients import connect
 from ..shared.job_queue import JobQueue
-from ..shared.messages import ModelCard
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
 from ..shared.store import open_store, parse_bytes
-from ..shared.text_stream import ShardLease, TextStream
+from ..shared.text_stream import TextStream
 from ..shared.token_stream import TokenStream
 from .loop import Detokenizer
-from .peers import Peers
 from .settings import DetokSettings
 from .shards import Shards
+from .streams import Streams
+from .vocabularies import Vocabularies
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +41,14 @@ def run(settings: DetokSettings) -> int:
 
     owner = uuid.uuid4().hex
     scripts = Scripts(client, on_outage=lambda error: detokenizer.note_outage(error))
-    lease = ShardLease(scripts, owner, settings.shard_lease_s)
-    peers = Peers(client, member.info.id, settings.shard_lease_s)
+    shards = Shards(client, scripts, owner, member.info.id, store.shards, settings.shard_lease_s)
+    vocabularies = Vocabularies(client, shards.held)
+    streams = Streams(TokenStream(client, scripts), TextStream(client, scripts, owner), vocabularies.get)
     detokenizer = Detokenizer(
-        Shards(client, lease, peers, store.shards, settings.shard_lease_s),
+        shards,
+        streams,
+        vocabularies,
         JobQueue(client, scripts, store.shards),
-        TokenStream(client, scripts),
-        TextStream(client, scripts, owner),
         client,
         member,
         lease_s=settings.lease_s,
@@ -56,17 +56,7 @@ def run(settings: DetokSettings) -> int:
         slice_requests=settings.slice_requests,
         stop=stop,
     )
-    detokenizer.warm(_registered_tokenizers(client))
+    vocabularies.prepare()
     log.info("decoding for %s, %d shards in all", store.server, store.shards)
     detokenizer.run()
     return 0
-
-
-def _registered_tokenizers(client: Client) -> set[str]:
-    tokenizers = set()
-    for name, card in client.hgetall(keys.MODELS).items():
-        try:
-            tokenizers.add(ModelCard.decode(card).tokenizer)
-        except ProtocolError as e:  # registered by another release, whose requests its own roles serve
-            log.warning("the card of %s is left alone: %s", name.decode(), e)
-    return tokenizers

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..shared import keys
 from ..shared.clients import Client
+from ..shared.scripts import Scripts
 from ..shared.text_stream import ShardLease
 from .peers import Peers
+
+LOADING_S = 30.0  # the longest that a tokenizer should take to load
 
 
 class Shards:
@@ -17,14 +21,19 @@ class Shards:
     A peer's shards come free when it gives them up, or a lease after it died. Each detokenizer takes free ones up to
     its share; one that stays free for two leases is taken by anyone, since a shard without an owner stands still.
 
+    Args:
+        owner: this process as the fence of its writes (a uuid).
+        member: this process's id in the registry.
+
     Attributes:
         epochs: fence of each shard that is ours.
     """
 
-    def __init__(self, client: Client, lease: ShardLease, peers: Peers, count: int, lease_s: float) -> None:
+    def __init__(self, client: Client, scripts: Scripts, owner: str, member: str, count: int, lease_s: float) -> None:
         self._client = client
-        self._lease = lease
-        self._peers = peers
+        self._lease = ShardLease(scripts, owner, lease_s)
+        self._long_lease = ShardLease(scripts, owner, LOADING_S)
+        self._peers = Peers(client, member, lease_s)
         self._all = range(count)
         self._lease_s = lease_s
         self._next = float("-inf")
@@ -53,6 +62,15 @@ class Shards:
     def lost(self, shard: int) -> None:
         """Another detokenizer leases it now."""
         self.epochs.pop(shard, None)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The loop stands still while a tokenizer loads: keep what is ours until it moves again."""
+        self.epochs = self._long_lease.take(list(self.epochs))
+        try:
+            yield
+        finally:
+            self.epochs = self._lease.take(list(self.epochs))
 
     def _wanted(self, room: int) -> list[int]:
         now = time.monotonic()

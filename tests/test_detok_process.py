@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from headrace.detok import loop
-from headrace.detok.loop import Detokenizer, merge
-from headrace.detok.peers import Peers
+from headrace.detok.loop import Detokenizer
 from headrace.detok.shards import Shards
+from headrace.detok.streams import Streams, merge
+from headrace.detok.vocabularies import Vocabularies
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.ids import new_family, shard_in
@@ -26,7 +27,7 @@ from headrace.shared.messages import Finish, GenerateJob, SamplingParams, TextCh
 from headrace.shared.registry import Membership, ProcessInfo, processes
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
-from headrace.shared.text_stream import ShardLease, TextStream, decode_entry
+from headrace.shared.text_stream import TextStream, decode_entry
 from headrace.shared.token_stream import Append, TokenStream, Written
 from kit.tokenizers import byte_level
 
@@ -128,12 +129,13 @@ def detokenizer(rig: Rig, name: str = "d", slice_requests: int = 256) -> Iterato
     """A detokenizer in a thread, drained at the end."""
     client, stop, member = connect(rig.url), Stop(), Membership(ProcessInfo("detok", id=name))
     scripts = Scripts(client, on_outage=lambda error: detok.note_outage(error))
-    peers = Peers(client, name, SHARD_LEASE_S)
+    shards = Shards(client, scripts, name, name, SHARDS, SHARD_LEASE_S)
+    vocabularies = Vocabularies(client, shards.held)
     detok = Detokenizer(
-        Shards(client, ShardLease(scripts, name, SHARD_LEASE_S), peers, SHARDS, SHARD_LEASE_S),
+        shards,
+        Streams(TokenStream(client, scripts), TextStream(client, scripts, name), vocabularies.get),
+        vocabularies,
         JobQueue(client, scripts, SHARDS),
-        TokenStream(client, scripts),
-        TextStream(client, scripts, name),
         client,
         member,
         lease_s=6.0,
@@ -247,6 +249,36 @@ def test_shards_are_shared_and_handed_over(rig: Rig) -> None:
         assert rig.text(rid) == "one two"
     assert rig.owners() == []
     assert processes(rig.client) == []
+
+
+def test_a_stolen_shard_is_let_go_at_once(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    shard = shard_in(rid)
+    with detokenizer(rig, "a"):
+        until(lambda: rig.owners() == [b"a"] * SHARDS)
+        rig.client.hset(
+            keys.lease(shard), mapping={"owner": "thief", "epoch": 99, "until": int(time.time() + 60) * 1000}
+        )
+        rig.append(rid, 0, KIT.spelled("not ours"))
+        until(lambda: shard not in processes(rig.client)[0].extra["shards"])
+        assert rig.chunks(rid) == []
+        rig.client.hset(keys.lease(shard), mapping={"owner": "", "until": 0})
+        rig.append(rid, 8, KIT.spelled(", ours again"), LENGTH)
+        assert rig.text(rid) == "not ours, ours again"
+
+
+def test_a_shard_that_its_share_leaves_is_taken_after_all(rig: Rig) -> None:
+    """A peer that lives but takes nothing: nobody's shards do not stand still."""
+    ghost = Membership(ProcessInfo("detok", id="ghost", state="ready"))
+    ghost.beat(rig.client)
+
+    def all_taken() -> bool:
+        ghost.beat(rig.client)
+        return rig.owners() == [b"a"] * SHARDS
+
+    with detokenizer(rig, "a"):
+        until(lambda: rig.owners() == [b"a"] * (SHARDS // 2))
+        until(all_taken)
 
 
 def test_two_processes_and_one_drained(rig: Rig) -> None:

@@ -1,0 +1,143 @@
+"""The choices that this process decodes, by shard: their tokens are read, decoded and published.
+
+Nothing here has to survive: *publish* writes text, position and decoder state in one step, so what is known beyond that
+is read again by whoever leases the shard next. A position that is not what Redis holds (a lost reply, a store that lost
+its tail) makes us forget the choice and read it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ..shared.errors import ProtocolError
+from ..shared.ids import shard_in
+from ..shared.messages import Finish, TextChunk, TokenChunk, Usage
+from ..shared.text_stream import DecodeRecord, Publish, Published, TextStream
+from ..shared.token_stream import TokenStream
+from .state import DecodeState
+from .vocab import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+class Streams:
+    """Decode states of unfinished choices.
+
+    Args:
+        vocabulary: the vocabulary of a tokenizer's hash; raises ProtocolError when there is none.
+    """
+
+    def __init__(self, tokens: TokenStream, text: TextStream, vocabulary: Callable[[str], Vocabulary]) -> None:
+        self._tokens = tokens
+        self._text = text
+        self._vocabulary = vocabulary
+        self._states: dict[int, dict[str, DecodeState]] = {}  # by shard
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states.values()))
+
+    @property
+    def shards(self) -> set[int]:
+        """The shards begun and not forgotten."""
+        return set(self._states)
+
+    def begin(self, shard: int) -> list[str]:
+        """Take up a shard; returns all that is unfinished there."""
+        unfinished = self._text.unfinished(shard)
+        self._states[shard] = {}
+        return unfinished
+
+    def forget(self, shard: int) -> None:
+        self._states.pop(shard, None)
+
+    def look_over(self, shard: int) -> list[str]:
+        """All that is unfinished in a shard that we hold; states of what is gone are dropped."""
+        unfinished = self._text.unfinished(shard)
+        states = self._states[shard]
+        for rid in states.keys() - set(unfinished):
+            del states[rid]
+        return unfinished
+
+    def decode(self, rids: Iterable[str]) -> dict[int, list[Publish]]:
+        """Read what is new of these choices and decode it. Those of shards that are not ours are left alone."""
+        ours = [rid for rid in rids if shard_in(rid) in self._states]
+        records = self._records([rid for rid in ours if rid not in self._states[shard_in(rid)]])
+        after = {rid: record.consumed for rid, record in records.items()}
+        after |= {rid: state.consumed for rid in ours if (state := self._states[shard_in(rid)].get(rid)) is not None}
+        writes: dict[int, list[Publish]] = {}
+        for rid, chunks in (self._tokens.read(after) if after else {}).items():
+            write = self._push(rid, chunks, records.get(rid))
+            if write is not None:
+                writes.setdefault(shard_in(rid), []).append(write)
+        return writes
+
+    def publish(self, writes: Mapping[int, Sequence[Publish]], epochs: Mapping[int, int]) -> list[str]:
+        """One call per shard, all in one round trip. Returns what has to be read anew.
+
+        Choices that ended are dropped, and shards that another detokenizer leases are forgotten.
+        """
+        flushes = {shard: (epochs[shard], group) for shard, group in writes.items() if shard in epochs}
+        results = self._text.publish_all(flushes) if flushes else {}
+        again = []
+        for shard, group in writes.items():
+            for write in group:
+                result = results.get(write.chunk.rid, Published.SHARD_LOST)
+                self._settle(shard, write.chunk, result)
+                if result is Published.MISPLACED:
+                    again.append(write.chunk.rid)
+        return again
+
+    def _settle(self, shard: int, chunk: TextChunk, result: Published) -> None:
+        if result is Published.SHARD_LOST:
+            self.forget(shard)
+        elif result is not Published.OK or chunk.finish is not None:
+            self._states.get(shard, {}).pop(chunk.rid, None)
+
+    def _records(self, rids: Sequence[str]) -> Mapping[str, DecodeRecord]:
+        """Records of choices that we do not hold. One that another release wrote is left to a role of that release."""
+        try:
+            return self._text.records(rids) if rids else {}
+        except ProtocolError as e:
+            if len(rids) == 1:
+                log.error("%s", e, extra={"request_id": rids[0]})
+                return {}
+        return {rid: record for one in rids for rid, record in self._records([one]).items()}
+
+    def _push(self, rid: str, chunks: Sequence[TokenChunk], record: DecodeRecord | None) -> Publish | None:
+        states = self._states[shard_in(rid)]
+        try:
+            if record is not None:
+                vocab = self._vocabulary(record.params.tokenizer)
+                states[rid] = DecodeState.decode(record.state, rid, record.params, vocab)
+            state = states[rid]
+            before = state.published
+            chunk = state.push(merge(chunks))
+        except ProtocolError as e:
+            log.error("%s", e, extra={"request_id": rid})
+            states.pop(rid, None)
+            return None if record is None else self._failed(rid, record)  # the next look reads its record
+        return None if chunk is None else Publish(chunk, before, state.published, state.encode())
+
+    @staticmethod
+    def _failed(rid: str, record: DecodeRecord) -> Publish:
+        finish = Finish("error", message="The request's tokens cannot be decoded.")
+        usage = Usage(record.params.prompt_tokens, record.consumed)
+        chunk = TextChunk(rid, record.offset, "", usage, finish=finish)
+        return Publish(chunk, record.consumed, record.consumed, record.state)
+
+
+def merge(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Chunks of one request that follow one another, as one: one flush, one chunk of text."""
+    if len(chunks) == 1:
+        return chunks[0]
+    first, last = chunks[0], chunks[-1]
+    logprobs = [p for chunk in chunks if chunk.logprobs is not None for p in chunk.logprobs]
+    return TokenChunk(
+        first.rid,
+        first.start,
+        tuple([i for chunk in chunks for i in chunk.token_ids]),
+        tuple(logprobs) or None,
+        last.finish,
+        next((chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None), None),
+    )

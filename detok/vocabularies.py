@@ -1,0 +1,52 @@
+"""The vocabularies of the registered models, read from the store once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+from ..shared import keys
+from ..shared.clients import Client
+from ..shared.errors import ProtocolError
+from ..shared.messages import ModelCard
+from ..shared.registry import get_blob
+from .vocab import Vocabulary
+
+log = logging.getLogger(__name__)
+
+KEPT = 32
+
+
+class Vocabularies:
+    """Vocabularies by the tokenizer's hash.
+
+    Args:
+        held: around each load: a tokenizer of 200,000 tokens takes a second or more, in which nothing else runs.
+    """
+
+    def __init__(self, client: Client, held: Callable[[], AbstractContextManager[None]]) -> None:
+        self._client = client
+        self._held = held
+        self._refused: set[str] = set()  # told about once
+        self.get = lru_cache(maxsize=KEPT)(self._load)
+
+    def prepare(self) -> None:
+        """Load what registered models use, before the first request waits for it."""
+        for name, card in self._client.hgetall(keys.MODELS).items():
+            try:
+                self._prepare(ModelCard.decode(card))
+            except ProtocolError as e:
+                if name not in self._refused:
+                    self._refused.add(name)
+                    log.warning("requests of %s cannot be decoded here: %s", name.decode(), e)
+
+    def _prepare(self, card: ModelCard) -> None:
+        if card.task == "generate":
+            self.get(card.tokenizer)
+
+    def _load(self, sha256: str) -> Vocabulary:
+        blob = get_blob(self._client, sha256)
+        with self._held():
+            return Vocabulary.from_blob(blob)
