@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headrace.shared.messages import GenerateJob, SamplingParams, TokenLogprob
-from headrace.worker.engine.noise import gumbel, row_keys
+from headrace.worker.engine.noise import gumbel, hash_tokens, row_keys
 from headrace.worker.engine.sampler import sample
 from headrace.worker.engine.sequence import Sequence, stop_ids
 
@@ -96,7 +96,7 @@ def filtered(
 
 def test_noise_is_standard_gumbel_and_positions_are_independent() -> None:
     keys = row_keys([5] * 400, range(400), CPU)
-    noise = gumbel(keys, torch.arange(500)[None])
+    noise = gumbel(keys, hash_tokens(torch.arange(500)[None]))
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.5772) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03

@@ -21,30 +21,40 @@ def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.devic
     return torch.tensor([[_signed(key), _signed(key >> 32)] for key in keys], dtype=torch.int32, device=device)
 
 
-def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def hash_tokens(token_ids: torch.Tensor) -> torch.Tensor:
+    """The part of the hash that is the same for every row: int32 of the shape of `token_ids`."""
+    return _mixed(token_ids.to(torch.int32) * _signed(0x9E3779B1))
+
+
+def gumbel(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise.
 
     Args:
         keys: [R, 2] int32.
-        token_ids: [R, K] or [1, K] integers: whose noise is wanted.
+        hashes: [R, K] or [1, K] int32, of the tokens whose noise is wanted.
 
     Returns:
         [R, K] float32, in about (-2.8, 16.7).
     """
-    bits = _mix32(token_ids.to(torch.int32) * _signed(0x9E3779B1) ^ keys[:, :1])
-    bits = _mix32(bits ^ keys[:, 1:])
-    uniform = ((bits >> (32 - _BITS)) & ((1 << _BITS) - 1)).float().add_(0.5).mul_(2.0**-_BITS)
-    return uniform.log_().neg_().log_().neg_()
+    bits = _mixed(hashes ^ keys[:, :1], keys[:, 1:])
+    bits >>= 32 - _BITS
+    bits &= (1 << _BITS) - 1
+    return bits.float().add_(0.5).mul_(2.0**-_BITS).log_().neg_().log_().neg_()
 
 
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """An avalanche of 32 bits (multiplications wrap; shifts of int32 keep the sign, hence the masks).
-    The constants are those of Chris Wellons' low-bias search."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * _signed(0x7FEB352D)
-    x ^= (x >> 15) & 0x1FFFF
+def _mixed(x: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
+    """An avalanche over int32, in place; `key` joins half way. Multiplications wrap; a right shift of a signed number
+    copies its sign, hence the masks. Shifts and factors are those of Chris Wellons' low-bias search."""
+    shifted = x >> 16
+    x ^= shifted.bitwise_and_(0xFFFF)
+    x *= _signed(0x7FEB352D)
+    if key is not None:
+        x ^= key
+    torch.bitwise_right_shift(x, 15, out=shifted)
+    x ^= shifted.bitwise_and_(0x1FFFF)
     x *= _signed(0x846CA68B)
-    x ^= (x >> 16) & 0xFFFF
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    x ^= shifted.bitwise_and_(0xFFFF)
     return x
 
 

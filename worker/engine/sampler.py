@@ -15,7 +15,7 @@ import torch
 
 from ...shared.messages import TokenLogprob
 from .adjust import adjust, needs_adjusting
-from .noise import gumbel, row_keys
+from .noise import gumbel, hash_tokens, row_keys
 from .sequence import Sequence
 
 # How many of the most likely tokens are tried for top-k, top-p and min-p before more are: sorting a whole vocabulary
@@ -79,8 +79,7 @@ def _draw(scaled: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
     limited = torch.tensor([_limited(s) for s in sequences], device=device)
     open_rows, rows = (~limited).nonzero()[:, 0], limited.nonzero()[:, 0]
     if open_rows.numel():
-        everything = torch.arange(vocabulary, device=device)[None]
-        tokens[open_rows] = scaled[open_rows].add_(gumbel(keys[open_rows], everything)).argmax(-1)
+        tokens[open_rows] = _draw_open(scaled[open_rows], keys[open_rows])
     limits = _Limits.of(sequences, vocabulary, device)
     for count in (*_CANDIDATES, vocabulary):
         if not rows.numel():
@@ -89,6 +88,17 @@ def _draw(scaled: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
         tokens[rows[settled]] = picked[settled]
         rows = rows[~settled]
     return tokens
+
+
+def _draw_open(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw from the whole vocabulary. On a CPU row by row, so that the noise stays in the cache while it is made."""
+    hashes = hash_tokens(torch.arange(scaled.shape[1], device=scaled.device)[None])
+    rows = 1 if scaled.device.type == "cpu" else len(scaled)
+    drawn = [
+        (part + gumbel(part_keys, hashes)).argmax(-1)
+        for part, part_keys in zip(scaled.split(rows), keys.split(rows), strict=True)
+    ]
+    return torch.cat(drawn)
 
 
 def _limited(sequence: Sequence) -> bool:
@@ -134,7 +144,7 @@ def _draw_limited(
     before = probabilities.cumsum(-1) - probabilities
     kept &= (before < limits.top_p) & (probabilities >= limits.min_p * probabilities[:, :1])
     kept[:, 0] = True  # rounding must not empty a row
-    noisy = (values + gumbel(keys, ids)).masked_fill_(~kept, -torch.inf)
+    noisy = (values + gumbel(keys, hash_tokens(ids))).masked_fill_(~kept, -torch.inf)
     tokens = ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
     enough = (limits.top_k <= count)[:, 0]
     return tokens, enough | ((limits.top_k == vocabulary)[:, 0] & ~kept[:, -1])
