@@ -413,3 +413,31 @@ def test_connections_are_kept_and_not_shared(fake: FakeOpenAI) -> None:
     after_one, after_five = asyncio.run(talk())
     assert after_one == 1
     assert 1 < after_five <= 5
+
+
+@pytest.mark.parametrize(("answers", "errors"), [(1, []), (0, ["connection closed within the answer"] * 3)])
+def test_a_kept_connection_may_be_closed_by_the_server(answers: int, errors: list[str]) -> None:
+    """A server that hangs up after `answers` answers, without a word: only one that never answers has failed."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        for _ in range(answers):
+            await reader.readuntil(b"hello")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.readuntil(b"hello")
+        writer.close()
+        await writer.wait_closed()
+
+    async def talk() -> list[Sample]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        samples = await closed_loop(client.send, [client.post("/", b"hello")] * 3, 1)
+        await client.close()
+        server.close()
+        return samples
+
+    samples = asyncio.run(talk())
+    assert [s.error for s in samples if s.error is not None] == errors
+    assert connections == 3

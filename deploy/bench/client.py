@@ -32,6 +32,11 @@ class Reply:
         self._sse: SseParser | None = None
         self._ended = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether the server has begun to answer."""
+        return self.status != 0
+
     def on_headers(self, status: int, content_type: bytes) -> None:
         self.status = status
         if status == 200 and content_type.lower().startswith(b"text/event-stream"):
@@ -84,6 +89,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.reusable = True
+        self.used = False  # has carried an exchange
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -142,6 +148,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self._parser is not None
+        self.used = True
         self.reusable = self.reusable and self._parser.should_keep_alive()
         self._end(None)
 
@@ -202,23 +209,36 @@ class Client:
         await asyncio.gather(*lost)
 
     async def _exchange(self, request: bytes, sample: Sample) -> Reply | None:
-        connection, reply = None, None
+        reply = None
         sample.sent = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout_s):
-                connection = await self._connect()
-                reply = Reply(sample)
-                connection.send(request, reply)
-                await reply.complete
+                while True:
+                    reply, used = await self._try(request, sample)
+                    if sample.error is None or reply.begun or not used:
+                        break
+                    sample.error = None  # the server closed a kept connection as we chose it: no failure of its own
         except TimeoutError:
             sample.error = f"no answer within {self._timeout_s:g} s"
         except OSError as e:
             sample.error = f"cannot connect: {e.strerror or e}"
         if sample.error is not None:
             sample.end = time.perf_counter()
-        if connection is not None:
-            self._release(connection, reply)
         return reply
+
+    async def _try(self, request: bytes, sample: Sample) -> tuple[Reply, bool]:
+        """One attempt; also says whether its connection had been used before."""
+        connection, reply = await self._connect(), Reply(sample)
+        used = connection.used
+        try:
+            connection.send(request, reply)
+            await reply.complete
+        finally:
+            if connection.reusable and reply.complete.done() and not reply.complete.cancelled():
+                self._idle.append(connection)
+            else:
+                connection.close()
+        return reply, used
 
     async def _connect(self) -> Connection:
         while self._idle:
@@ -230,9 +250,3 @@ class Client:
         self._open.add(connection)
         connection.lost.add_done_callback(lambda _: self._open.discard(connection))
         return connection
-
-    def _release(self, connection: Connection, reply: Reply | None) -> None:
-        if connection.reusable and reply is not None and reply.complete.done() and not reply.complete.cancelled():
-            self._idle.append(connection)
-        else:
-            connection.close()
