@@ -103,7 +103,7 @@ class Detokenizer:
         """After an outage everything is read anew: a store that lost its tail goes on with other tokens than ours."""
         if self._outage:
             self._outage, self._patience, self._connected_at = False, Patience(None), time.monotonic()
-            for shard in self._streams.shards:
+            for shard in list(self._streams.shards):
                 self._streams.forget(shard)  # and begun again in the next turn
             log.info("Redis answers again")
 

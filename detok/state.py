@@ -83,7 +83,10 @@ class DecodeState:
             self._cached_tokens = chunk.cached_tokens
         text, used, matched = self._read(ids, ended)
         self.consumed += used
-        self._keep_for_client(ids[:used], chunk.logprobs[seen : seen + used] if chunk.logprobs is not None else ())
+        if self._params.return_token_ids:
+            self._ids.extend(ids[:used])
+        if self._params.return_logprob and chunk.logprobs is not None:
+            self._logprobs.extend(map(self._text_logprob, ids[:used], chunk.logprobs[seen:]))
         self.finish = Finish("stop", matched) if matched is not None else ended
         if text or self.finish is not None or self.consumed - self.published >= SILENT_TOKENS:
             return self._release(text)
@@ -137,12 +140,6 @@ class DecodeState:
             if stops.matched is None:
                 parts.append(stops.flush())
         return "".join(parts), len(ids), stops.matched
-
-    def _keep_for_client(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        if self._params.return_token_ids:
-            self._ids.extend(ids)
-        if self._params.return_logprob:
-            self._logprobs.extend(map(self._text_logprob, ids, logprobs))
 
     def _text_logprob(self, token_id: int, logprob: TokenLogprob) -> TextLogprob:
         top = tuple([self._piece_logprob(i, value) for i, value in logprob.top])

@@ -8,7 +8,7 @@ its tail) makes us forget the choice and read it anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..shared.errors import ProtocolError
 from ..shared.ids import shard_in
@@ -32,39 +32,35 @@ class Streams:
         self._tokens = tokens
         self._text = text
         self._vocabulary = vocabulary
-        self._states: dict[int, dict[str, DecodeState]] = {}  # by shard
+        self._states: dict[str, DecodeState] = {}
+        self.shards: set[int] = set()  # begun and not forgotten
 
     def __len__(self) -> int:
-        return sum(map(len, self._states.values()))
-
-    @property
-    def shards(self) -> set[int]:
-        """The shards begun and not forgotten."""
-        return set(self._states)
+        return len(self._states)
 
     def begin(self, shard: int) -> list[str]:
         """Take up a shard; returns all that is unfinished there."""
         unfinished = self._text.unfinished(shard)
-        self._states[shard] = {}
+        self.shards.add(shard)
         return unfinished
 
     def forget(self, shard: int) -> None:
-        self._states.pop(shard, None)
+        self.shards.discard(shard)
+        for rid in self._held(shard):
+            del self._states[rid]
 
     def look_over(self, shard: int) -> list[str]:
-        """All that is unfinished in a shard that we hold; states of what is gone are dropped."""
+        """All that is unfinished in a shard; states of what is gone are dropped."""
         unfinished = self._text.unfinished(shard)
-        states = self._states[shard]
-        for rid in states.keys() - set(unfinished):
-            del states[rid]
+        for rid in set(self._held(shard)).difference(unfinished):
+            del self._states[rid]
         return unfinished
 
-    def decode(self, rids: Iterable[str]) -> dict[int, list[Publish]]:
+    def decode(self, rids: Collection[str]) -> dict[int, list[Publish]]:
         """Read what is new of these choices and decode it. Those of shards that are not ours are left alone."""
-        ours = [rid for rid in rids if shard_in(rid) in self._states]
-        records = self._records([rid for rid in ours if rid not in self._states[shard_in(rid)]])
-        after = {rid: record.consumed for rid, record in records.items()}
-        after |= {rid: state.consumed for rid in ours if (state := self._states[shard_in(rid)].get(rid)) is not None}
+        held = {rid: state.consumed for rid in rids if (state := self._states.get(rid)) is not None}
+        records = self._records([rid for rid in rids if rid not in held and shard_in(rid) in self.shards])
+        after = held | {rid: record.consumed for rid, record in records.items()}
         writes: dict[int, list[Publish]] = {}
         for rid, chunks in (self._tokens.read(after) if after else {}).items():
             write = self._push(rid, chunks, records.get(rid))
@@ -88,11 +84,14 @@ class Streams:
                     again.append(write.chunk.rid)
         return again
 
+    def _held(self, shard: int) -> list[str]:
+        return [rid for rid in self._states if shard_in(rid) == shard]
+
     def _settle(self, shard: int, chunk: TextChunk, result: Published) -> None:
         if result is Published.SHARD_LOST:
             self.forget(shard)
         elif result is not Published.OK or chunk.finish is not None:
-            self._states.get(shard, {}).pop(chunk.rid, None)
+            self._states.pop(chunk.rid, None)
 
     def _records(self, rids: Sequence[str]) -> Mapping[str, DecodeRecord]:
         """Records of choices that we do not hold. One that another release wrote is left to a role of that release."""
@@ -105,17 +104,16 @@ class Streams:
         return {rid: record for one in rids for rid, record in self._records([one]).items()}
 
     def _push(self, rid: str, chunks: Sequence[TokenChunk], record: DecodeRecord | None) -> Publish | None:
-        states = self._states[shard_in(rid)]
         try:
             if record is not None:
                 vocab = self._vocabulary(record.params.tokenizer)
-                states[rid] = DecodeState.decode(record.state, rid, record.params, vocab)
-            state = states[rid]
+                self._states[rid] = DecodeState.decode(record.state, rid, record.params, vocab)
+            state = self._states[rid]
             before = state.published
             chunk = state.push(merge(chunks))
         except ProtocolError as e:
             log.error("%s", e, extra={"request_id": rid})
-            states.pop(rid, None)
+            self._states.pop(rid, None)
             return None if record is None else self._failed(rid, record)  # the next look reads its record
         return None if chunk is None else Publish(chunk, before, state.published, state.encode())
 
