@@ -35,13 +35,11 @@ serve: $(READY) ## serve MODEL on port 8000, until Ctrl-C
 # One thread a process: the tests run beside each other, and sums of floats do not depend on the number of cores.
 test: export OMP_NUM_THREADS = 1
 test: $(READY) ## all tests but the long ones
-	$(BIN)/headrace fetch $(MODEL)
-	$(BIN)/pytest $(PYTEST) -m 'not long'
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest $(PYTEST) -m 'not long'
 
 long: export OMP_NUM_THREADS = 1
 long: $(READY) ## the long suites
-	$(BIN)/headrace fetch $(MODEL)
-	$(BIN)/pytest -m long --timeout 3600
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest -m long --timeout 3600
 
 lint: $(READY) ## style
 	$(BIN)/ruff check .

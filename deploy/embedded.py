@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 import redis
 
-from ..shared.clients import Client, connect
+from ..shared.clients import TRANSIENT, Client, connect
 from ..shared.errors import ConfigError, StoreRefused
 from .process import is_alive, program_command
 
@@ -200,23 +200,20 @@ class EmbeddedServer:
         until = time.monotonic() + START_LIMIT_S
         while True:
             try:
-                self._client().ping()
+                with self._client() as client:
+                    client.ping()
                 return
-            except redis.ConnectionError as e:  # BusyLoading, too
-                if not self.is_running():
-                    raise StoreRefused(f"the embedded server ended: {self._last_words()}") from e
-                if time.monotonic() > until:
-                    raise StoreRefused(
-                        f"the embedded server is not up after {START_LIMIT_S:.0f} s: {self._last_words()}"
-                    ) from e
+            except TRANSIENT as e:  # not yet listening, or loading its file
+                if not self.is_running() or time.monotonic() > until:
+                    raise StoreRefused(f"the embedded server did not start: {self._last_words()}") from e
             time.sleep(0.005)
 
     def stop(self) -> None:
         """Have the server write out its append-only file and end; kill it when it takes too long."""
         if self.pid is None:
             return
-        with contextlib.suppress(redis.ConnectionError):  # the reply is the end of the connection
-            self._client().shutdown(nosave=True)
+        with contextlib.suppress(*TRANSIENT), self._client() as client:
+            client.shutdown(nosave=True)  # answered by the end of the connection
         until = time.monotonic() + STOP_LIMIT_S
         while self.is_running() and time.monotonic() < until:
             time.sleep(0.01)
@@ -253,12 +250,12 @@ class EmbeddedServer:
         until = time.monotonic() + START_LIMIT_S
         while True:
             try:
-                info: Any = self._client().info("server")
-                self.pid = int(info["process_id"])
+                with self._client() as client:
+                    self.pid = int(client.info("server")["process_id"])
                 return True
             except redis.AuthenticationError as e:
                 raise StoreRefused(f"a server with another password listens on {self.socket}; stop it first") from e
-            except redis.ConnectionError:
+            except TRANSIENT:
                 pid = self._left_behind()
             if pid is None:
                 return False
@@ -281,7 +278,7 @@ class EmbeddedServer:
 
     def _last_words(self) -> str:
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
         return f"{lines[-1] if lines else 'it said nothing'} (log: {self.log})"

@@ -86,7 +86,13 @@ def role_settings(role: str) -> type[Settings]:
     from ..detok.settings import DetokSettings
     from ..worker.settings import WorkerSettings
 
-    return {"api": ApiSettings, "worker": WorkerSettings, "detok": DetokSettings, "batch": BatchSettings}[role]
+    classes: dict[str, type[Settings]] = {
+        "api": ApiSettings,
+        "worker": WorkerSettings,
+        "detok": DetokSettings,
+        "batch": BatchSettings,
+    }
+    return classes[role]
 
 
 def child_environment(settings: ServeSettings, role: type[Settings], own: Mapping[str, Any]) -> dict[str, str]:

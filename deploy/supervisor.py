@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import redis
 
 from ..shared import logs
-from ..shared.clients import connect
+from ..shared.clients import TRANSIENT, connect
 from ..shared.errors import ConfigError
 from ..shared.registry import processes
 from ..shared.store import open_store
@@ -192,7 +191,7 @@ class Supervisor:
         with connect(self._redis_url, "serve") as client:
             try:
                 working = {p.pid for p in processes(client) if p.host == here and p.state == "ready"}
-            except redis.ConnectionError:
+            except TRANSIENT:
                 return False
         return all(child.pid in working for child in self._children)
 

@@ -81,7 +81,11 @@ def test_a_layer_imports_only_what_is_below_it() -> None:
 def test_deploy_imports_a_role_only_when_a_command_needs_it() -> None:
     lower = {"worker", "detok", "api"}
     wrong = [
-        str(i) for file in sources() if file.parts[0] == "deploy" for i in imports(file) if i.at_top and i.layer in lower
+        str(i)
+        for file in sources()
+        if file.parts[0] == "deploy"
+        for i in imports(file)
+        if i.at_top and i.layer in lower
     ]
     assert wrong == []
 
@@ -90,10 +94,12 @@ def test_our_own_imports_are_relative() -> None:
     wrong = []
     for file in sources():
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            absolute = isinstance(node, ast.ImportFrom) and node.level == 0
-            names = [node.module or ""] if absolute and isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            wrong += [f"{file}:{node.lineno}" for name in names if name.split(".")[0] in ("headrace", *LAYERS)]
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            wrong += [f"{file} imports {name}" for name in names if name.split(".")[0] in ("headrace", *LAYERS)]
     assert wrong == []
 
 
