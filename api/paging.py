@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from redis.asyncio import Redis
-
-from ..shared.errors import InvalidRequest
+from ..shared.clients import AsyncClient
+from .fields import integer_text, invalid_value
 
 Order = Literal["asc", "desc"]
 
@@ -31,46 +30,8 @@ class PageQuery:
         order = params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid_value("order", order, ("asc", "desc"))
-        limit = integer("limit", params["limit"], 1, maximum) if "limit" in params else default
+        limit = integer_text("limit", params["limit"], 1, maximum) if "limit" in params else default
         return cls(limit=limit, order="asc" if order == "asc" else "desc", after=params.get("after") or None)
-
-
-def integer(param: str, value: str, low: int, high: int) -> int:
-    """A whole number in low..high, or InvalidRequest with the code that OpenAI gives."""
-    try:
-        number = int(value)
-    except ValueError:
-        raise InvalidRequest(
-            f"Invalid type for '{param}': expected an integer, but got '{value}' instead.",
-            param=param,
-            code="invalid_type",
-        ) from None
-    if number < low:
-        raise InvalidRequest(
-            f"Invalid '{param}': integer below minimum value. Expected a value >= {low}, but got {number} instead.",
-            param=param,
-            code="integer_below_min_value",
-        )
-    if number > high:
-        raise InvalidRequest(
-            f"Invalid '{param}': integer above maximum value. Expected a value <= {high}, but got {number} instead.",
-            param=param,
-            code="integer_above_max_value",
-        )
-    return number
-
-
-def invalid_value(param: str, value: object, supported: Sequence[str]) -> InvalidRequest:
-    """The error of a value outside a fixed set, naming the set."""
-    names = ", ".join(f"'{name}'" for name in supported)
-    return InvalidRequest(
-        f"Invalid value: '{value}'. Supported values are: {names}.", param=param, code="invalid_value"
-    )
-
-
-def missing_parameter(param: str) -> InvalidRequest:
-    """The error of a required field that is not there."""
-    return InvalidRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
 
 
 def list_body(items: Sequence[Mapping[str, Any]], has_more: bool) -> dict[str, Any]:
@@ -94,7 +55,7 @@ def text(reply: object) -> str:
     return reply.decode() if isinstance(reply, bytes) else ""
 
 
-async def page_ids(redis: Redis, index: str, query: PageQuery, after: int | None) -> tuple[list[str], bool]:
+async def page_ids(redis: AsyncClient, index: str, query: PageQuery, after: int | None) -> tuple[list[str], bool]:
     """The ids of one page and whether more follow.
 
     Args:

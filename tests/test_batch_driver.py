@@ -354,3 +354,18 @@ def test_unfinished_batches_are_found_by_the_sweep(client: openai.OpenAI, settin
             assert await stores.batches.due() == [], "taken over for a while"
 
     asyncio.run(run())
+
+
+def test_folders_of_ended_batches_are_removed(client: openai.OpenAI, settings: BatchSettings) -> None:
+    ended, running = create(client, lines(1)), create(client, lines(1))
+    drive(settings, ended.id)
+    batches = Path(settings.data_dir) / "batches"
+    (batches / ended.id).mkdir()
+    (batches / "batch_being_created").mkdir()
+
+    async def clean() -> None:
+        async with open_stores(settings) as stores:
+            await stores.batches.remove_leftovers()
+
+    asyncio.run(clean())
+    assert {path.name for path in batches.iterdir()} == {running.id, "batch_being_created"}

@@ -16,6 +16,7 @@ import openai
 import pytest
 import redis
 from headrace.api.batches.settings import BatchSettings
+from headrace.api.files.durable import Durability
 from headrace.api.files.store import FileStore
 from headrace.shared.clients import connect_async
 from headrace.shared.errors import ConfigError
@@ -283,6 +284,26 @@ def test_two_hosts_must_see_the_same_folder(redis_url: str, tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--data-dir"):
         asyncio.run(open_store("file"))
+
+
+def test_a_redis_that_cannot_be_waited_for_is_refused(redis_url: str, tmp_path: Path) -> None:
+    async def open_store(durability: Durability) -> None:
+        redis = connect_async(redis_url)
+        try:
+            store = await FileStore.open(str(tmp_path), redis, durability=durability)
+            await store.flush.wait()
+        finally:
+            await redis.aclose()
+
+    with redis.Redis.from_url(redis_url) as server:
+        asyncio.run(open_store("strict"))
+        server.config_set("appendonly", "no")
+        try:
+            with pytest.raises(ConfigError, match="--durability relaxed"):
+                asyncio.run(open_store("strict"))
+            asyncio.run(open_store("relaxed"))
+        finally:
+            server.config_set("appendonly", "yes")
 
 
 def test_leftovers_of_a_killed_process_are_removed_after_a_day(redis_url: str, tmp_path: Path) -> None:

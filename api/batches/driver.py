@@ -87,6 +87,7 @@ class BatchDriver:
             await self._finalize(lease)
         if lease.batch.ended:
             log.info("%s is %s", lease.batch.id, lease.batch.status)
+            await self._files.flush.wait()  # should Redis lose the end, what it is made of must still be there
             await asyncio.to_thread(shutil.rmtree, self._files.batch_folder(lease.batch.id), ignore_errors=True)
 
     async def _validate(self, lease: BatchLease) -> None:

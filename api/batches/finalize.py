@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -38,7 +39,7 @@ async def write_files(
 
 
 async def _place(files: FileStore, batch: Batch, kind: str, parts: Iterable[bytes]) -> FileObject | None:
-    with files.incoming(unlimited=True) as incoming:
+    with files.incoming(limit=sys.maxsize) as incoming:
 
         def write() -> None:
             for part in parts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from functools import partial
 
@@ -29,6 +30,7 @@ from .worker import DriverThread
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 2.0
+CLEAN_EVERY_S = 3600.0
 POLL_S = 0.1
 
 
@@ -88,9 +90,13 @@ async def _drive(settings: BatchSettings, store: Store, stop: StopSignal, name: 
 
 async def _sweep(stores: Stores) -> None:
     """For ever: have batches driven whose driver is gone, and remove what is over."""
-    await asyncio.to_thread(stores.files.remove_leftovers)
+    clean_at = 0.0
     while True:
         try:
+            if time.monotonic() >= clean_at:
+                clean_at = time.monotonic() + CLEAN_EVERY_S
+                await asyncio.to_thread(stores.files.remove_leftovers)
+                await stores.batches.remove_leftovers()
             for batch in await stores.batches.due():
                 log.warning("%s is driven by nobody: enqueued", batch.id)
                 await asyncio.to_thread(enqueue_slice, stores.rq, batch)

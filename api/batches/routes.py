@@ -7,13 +7,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 
 from ...shared.clients import TRANSIENT, Client
 from ...shared.errors import InvalidRequest
-from ..files.model import MAX_LIFETIME_S, MIN_LIFETIME_S
-from ..paging import PageQuery, integer, invalid_value, list_body, missing_parameter
+from ..fields import invalid_type, invalid_value, string
+from ..files.lifetimes import lifetime_of_body
+from ..paging import PageQuery, list_body
+from ..routes.requests import read_object
 from .model import ENDPOINTS, Batch
 from .slices import enqueue_slice
 from .store import BatchStore
@@ -34,7 +35,7 @@ def _store(request: Request) -> BatchStore:
 @router.post("/v1/batches")
 async def create_batch(request: Request) -> dict[str, Any]:
     """Accept a batch; its file is validated by the driver."""
-    draft = _draft(await _json_body(request), getattr(request.state, "tenant", "default"))
+    draft = _draft(await read_object(request), getattr(request.state, "tenant", "default"))
     batch = await _store(request).create(draft, request.headers.get("idempotency-key"))
     connection: Client = request.app.state.rq
     try:
@@ -62,24 +63,14 @@ async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
     return (await _store(request).cancel(batch_id)).body()
 
 
-async def _json_body(request: Request) -> dict[str, Any]:
-    try:
-        body = orjson.loads(await request.body())
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"The body is not valid JSON: {e}.", code="invalid_json") from e
-    if not isinstance(body, dict):
-        raise InvalidRequest("The body must be a JSON object.", code="invalid_type")
-    return body
-
-
 def _draft(body: Mapping[str, Any], tenant: str) -> Batch:
     """What a create asks for, as a batch without id and times."""
-    input_file_id = _string(body, "input_file_id")
-    asked = _string(body, "endpoint")
+    input_file_id = string(body, "input_file_id")
+    asked = string(body, "endpoint")
     endpoint = next((known for known in ENDPOINTS if known == asked), None)
     if endpoint is None:
         raise invalid_value("endpoint", asked, ENDPOINTS)
-    window = _string(body, "completion_window")
+    window = string(body, "completion_window")
     if window != "24h":
         raise invalid_value("completion_window", window, ("24h",))
     return Batch(
@@ -90,24 +81,15 @@ def _draft(body: Mapping[str, Any], tenant: str) -> Batch:
         expires_at=0,
         tenant=tenant,
         metadata=_metadata(body.get("metadata")),
-        output_lifetime_s=_output_lifetime(body.get("output_expires_after")),
+        output_lifetime_s=lifetime_of_body(body, "output_expires_after"),
     )
-
-
-def _string(body: Mapping[str, Any], name: str) -> str:
-    if body.get(name) is None:
-        raise missing_parameter(name)
-    value = body[name]
-    if not isinstance(value, str):
-        raise _invalid_type(name, "a string", value)
-    return value
 
 
 def _metadata(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _invalid_type("metadata", "an object", value)
+        raise invalid_type("metadata", "an object", value)
     if len(value) > MAX_METADATA:
         raise InvalidRequest(
             f"Invalid 'metadata': at most {MAX_METADATA} pairs are allowed, but got {len(value)}.",
@@ -117,35 +99,12 @@ def _metadata(value: Any) -> dict[str, str] | None:
     for key, item in value.items():
         param = f"metadata.{key[:MAX_KEY]}"
         if not isinstance(item, str):
-            raise _invalid_type(param, "a string", item)
+            raise invalid_type(param, "a string", item)
         if len(key) > MAX_KEY:
             raise _too_long(param, "key", MAX_KEY, len(key))
         if len(item) > MAX_VALUE:
             raise _too_long(param, "value", MAX_VALUE, len(item))
     return value
-
-
-def _output_lifetime(value: Any) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise _invalid_type("output_expires_after", "an object", value)
-    if value.get("anchor") != "created_at":
-        raise invalid_value("output_expires_after.anchor", value.get("anchor"), ("created_at",))
-    name, seconds = "output_expires_after.seconds", value.get("seconds")
-    if seconds is None:
-        raise missing_parameter(name)
-    if not isinstance(seconds, int) or isinstance(seconds, bool):
-        raise _invalid_type(name, "an integer", seconds)
-    return integer(name, str(seconds), MIN_LIFETIME_S, MAX_LIFETIME_S)
-
-
-def _invalid_type(param: str, expected: str, value: object) -> InvalidRequest:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
-    got = names.get(type(value), "null" if value is None else "a number")
-    return InvalidRequest(
-        f"Invalid type for '{param}': expected {expected}, but got {got} instead.", param=param, code="invalid_type"
-    )
 
 
 def _too_long(param: str, what: str, limit: int, got: int) -> InvalidRequest:

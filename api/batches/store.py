@@ -20,17 +20,18 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
 import redis.exceptions
-from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from ...shared.clients import TRANSIENT, Patience
+from ...shared.clients import AsyncClient
 from ...shared.errors import Conflict, InvalidRequest, NotFound
-from ..files.store import FileStore
+from .. import watched
+from ..files.store import LEFTOVER_S, FileStore
 from ..paging import PageQuery, index_member, page_ids, text
 from .model import WINDOW_S, Batch
 
@@ -54,7 +55,7 @@ def segments_key(batch_id: str) -> str:
 class BatchStore:
     """The batches of one deployment. Safe to use from many processes at once."""
 
-    def __init__(self, redis: Redis, files: FileStore) -> None:
+    def __init__(self, redis: AsyncClient, files: FileStore) -> None:
         self.redis = redis
         self.files = files
 
@@ -68,6 +69,7 @@ class BatchStore:
         Raises:
             NotFound: the input file does not exist.
             InvalidRequest: it is no batch file.
+            StoreUnavailable: Redis did not flush the batch; it may be there all the same.
         """
         file = await self.files.get(draft.input_file_id, "input_file_id")
         if file.purpose != "batch":
@@ -91,6 +93,7 @@ class BatchStore:
         winner = await self._insert(batch, once)
         if winner.id != batch.id:
             await asyncio.to_thread(shutil.rmtree, folder)
+        await self.files.flush.wait()
         return winner
 
     async def _insert(self, batch: Batch, once: str | None) -> Batch:
@@ -101,7 +104,7 @@ class BatchStore:
                     first = await pipe.get(once)
                     if first is not None:
                         return await self.get(text(first))
-                    pipe.multi()  # type: ignore[no-untyped-call]
+                    pipe.multi()
                     pipe.set(once, batch.id, ex=ONCE_S)
                 pipe.hset(batch_key(batch.id), mapping=batch.to_hash())
                 pipe.zadd(INDEX, {index_member(batch.created_at, batch.id): 0})
@@ -161,26 +164,13 @@ class BatchStore:
             NotFound: there is no such batch.
             StoreUnavailable: Redis did not answer within `limit_s`.
         """
-        patience = Patience(limit_s)
-        while True:
-            try:
-                return await self._try(batch_id, change)
-            except redis.exceptions.WatchError:
-                continue
-            except TRANSIENT as e:
-                await patience.wait_async(e)
 
-    async def _try(self, batch_id: str, change: Change[T]) -> T:
-        async with self.redis.pipeline(transaction=True) as pipe:
-            await pipe.watch(batch_key(batch_id))
-            fields = await cast("Awaitable[dict[bytes, bytes]]", pipe.hgetall(batch_key(batch_id)))
+        def judge(pipe: Pipeline, fields: watched.Fields, now_ms: int) -> T:
             if not fields:
                 raise _no_batch(batch_id)
-            seconds, micros = await pipe.time()
-            pipe.multi()  # type: ignore[no-untyped-call]
-            result = change(pipe, Batch.from_hash(fields), int(seconds) * 1000 + int(micros) // 1000)
-            await pipe.execute()
-            return result
+            return change(pipe, Batch.from_hash(fields), now_ms)
+
+        return await watched.update(self.redis, batch_key(batch_id), judge, limit_s)
 
     async def due(self, limit: int = 100) -> list[Batch]:
         """Unfinished batches that nobody has looked at in time, taken over for one grace period."""
@@ -196,6 +186,14 @@ class BatchStore:
                 due.append(batch)
         return due
 
+    async def remove_leftovers(self) -> None:
+        """Remove the folders of batches that have ended: their driver was killed before it could."""
+        for path in await asyncio.to_thread(lambda: list(self.files.folder.joinpath("batches").iterdir())):
+            batch = await self.find(path.name)
+            late = await asyncio.to_thread(_age_s, path) > LEFTOVER_S
+            if batch.ended if batch is not None else late:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
 
 def write(pipe: Pipeline, batch: Batch) -> Batch:
     """Queue the whole batch, as it shall stand."""
@@ -209,6 +207,10 @@ def _once_key(tenant: str, key: str) -> str:
 
 def _no_batch(batch_id: str) -> NotFound:
     return NotFound(f"No batch found with id '{batch_id}'.", param="batch_id")
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
 
 
 def _keep_input(source: Path, folder: Path) -> None:

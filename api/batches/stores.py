@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ...shared.clients import Client, connect, connect_async
+from ..files.incoming import UploadLimits
 from ..files.settings import FileSettings
 from ..files.store import FileStore
-from ..files.upload import UploadLimits
 from .store import BatchStore
 
 
@@ -33,7 +33,7 @@ async def open_stores(settings: FileSettings) -> AsyncIterator[Stores]:
     control = connect_async(url, "headrace-control")
     limits = UploadLimits(settings.max_file_mb << 20, settings.max_batch_file_mb << 20)
     try:
-        files = await FileStore.open(settings.data_dir, control, limits)
+        files = await FileStore.open(settings.data_dir, control, limits, settings.durability)
         with connect(url, "headrace-rq") as rq:
             yield Stores(files, BatchStore(control, files), rq)
     finally:

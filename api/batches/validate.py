@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from ..fields import kind
 from .model import LineError
 
 PROMPT_FIELD = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
@@ -103,7 +104,7 @@ def _check_custom_id(number: int, request: dict[str, Any], seen: set[str]) -> It
         return
     custom_id = request["custom_id"]
     if not isinstance(custom_id, str):
-        message = f"Invalid type for 'custom_id': expected a string, but got {_kind(custom_id)} instead."
+        message = f"Invalid type for 'custom_id': expected a string, but got {kind(custom_id)} instead."
         yield LineError("invalid_type", message, "custom_id", number)
     elif custom_id in seen:
         message = "The custom_id for this request is a duplicate of another request."
@@ -116,7 +117,7 @@ def _check_body(
     number: int, body: object, endpoint: str, models: Collection[str], used: set[str]
 ) -> Iterator[LineError]:
     if not isinstance(body, dict):
-        message = f"Invalid type for 'body': expected an object, but got {_kind(body)} instead."
+        message = f"Invalid type for 'body': expected an object, but got {kind(body)} instead."
         yield LineError("invalid_type", message, "body", number)
         return
     if body.get("stream"):
@@ -132,8 +133,3 @@ def _check_body(
     prompt = PROMPT_FIELD[endpoint]
     if prompt not in body:
         yield LineError("invalid_request", f"Missing required parameter: 'body.{prompt}'.", f"body.{prompt}", number)
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
-    return names.get(type(value), "null" if value is None else "a number")

@@ -12,7 +12,6 @@ UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "e
 BATCH_OUTPUT = "batch_output"  # what a batch publishes; never uploaded
 
 BATCH_LIFETIME_S = 30 * 86400  # of files with purpose batch, unless told otherwise
-MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 30 * 86400
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
 from ...shared.errors import NotFound
-from ..paging import PageQuery, integer, invalid_value, list_body, missing_parameter
-from .model import BATCH_OUTPUT, MAX_LIFETIME_S, MIN_LIFETIME_S, UPLOAD_PURPOSES
+from ..fields import invalid_value, missing_parameter
+from ..paging import PageQuery, list_body
+from .form import Form, FormReader
+from .lifetimes import lifetime_of_form
+from .model import BATCH_OUTPUT, UPLOAD_PURPOSES
 from .store import FileStore
-from .upload import Form, FormReader
+from .upload_routes import router as uploads
 
 MAX_PAGE = 10_000
 
 router = APIRouter()
+router.include_router(uploads)
 
 
 def _store(request: Request) -> FileStore:
@@ -30,7 +34,7 @@ async def upload_file(request: Request) -> dict[str, Any]:
     with store.incoming() as incoming:
         form = await FormReader(request.headers.get("content-type", ""), incoming, "file").read(request.stream())
         purpose = _purpose(form)
-        lifetime_s = _lifetime(form)
+        lifetime_s = lifetime_of_form(form.fields, "expires_after")
         if form.filename is None:
             raise missing_parameter("file")
         incoming.check(purpose, form.filename)
@@ -76,14 +80,3 @@ def _purpose(form: Form) -> str:
     if purpose not in UPLOAD_PURPOSES:
         raise invalid_value("purpose", purpose, UPLOAD_PURPOSES)
     return purpose
-
-
-def _lifetime(form: Form) -> int | None:
-    """`expires_after`, in seconds, if it was given."""
-    if not any(name.startswith("expires_after") for name in form.fields):
-        return None
-    anchor = form.require("expires_after[anchor]")
-    if anchor != "created_at":
-        raise invalid_value("expires_after[anchor]", anchor, ("created_at",))
-    name = "expires_after[seconds]"
-    return integer(name, form.require(name), MIN_LIFETIME_S, MAX_LIFETIME_S)

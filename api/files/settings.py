@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from ...shared.settings import StoreSettings
+from .durable import Durability
 
 
 class FileSettings(StoreSettings):
@@ -12,6 +13,9 @@ class FileSettings(StoreSettings):
 
     data_dir: str = Field(
         "~/.local/share/headrace", description="folder of files and batch results, shared by all hosts"
+    )
+    durability: Durability = Field(
+        "strict", description="relaxed starts on a Redis that cannot say when files and batches are on its disk"
     )
     max_file_mb: int = Field(512, ge=1, description="largest upload, in MB")
     max_batch_file_mb: int = Field(200, ge=1, description="largest upload of purpose batch, in MB")

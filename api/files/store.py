@@ -1,7 +1,7 @@
 """Files: their bytes in a folder that every host mounts, what is known of them on the control Redis.
 
     <data>/store-id          the store's identity, compared with Redis at start
-    <data>/incoming/<hex>    uploads being written; a leftover is removed after a day
+    <data>/incoming/<hex>    files being written; a leftover is removed after a day
     <data>/files/<file id>   whole files, never changed
 
     key                      type     holds
@@ -19,19 +19,21 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import sys
+import shutil
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
+from ...shared.clients import AsyncClient
 from ...shared.errors import ConfigError, InvalidRequest, NotFound
 from ..paging import PageQuery, index_member, page_ids, text
+from .durable import Durability, Flush
+from .incoming import IncomingFile, UploadLimits
 from .model import BATCH_LIFETIME_S, FileObject
-from .upload import IncomingFile, UploadLimits
 
 INDEX, EXPIRY, STORE = "hr:files", "hr:files:expiry", "hr:files:store"
 GONE_S = 86400
@@ -54,17 +56,25 @@ def _indexes(file: FileObject) -> tuple[str, str]:
 class FileStore:
     """The files of one deployment. Safe to use from many processes at once."""
 
-    def __init__(self, folder: Path, redis: Redis, limits: UploadLimits) -> None:
+    def __init__(self, folder: Path, redis: AsyncClient, limits: UploadLimits, flush: Flush) -> None:
         self.folder = folder
         self.redis = redis
         self.limits = limits
+        self.flush = flush
 
     @classmethod
-    async def open(cls, data_dir: str, redis: Redis, limits: UploadLimits | None = None) -> FileStore:
+    async def open(
+        cls,
+        data_dir: str,
+        redis: AsyncClient,
+        limits: UploadLimits | None = None,
+        durability: Durability = "strict",
+    ) -> FileStore:
         """Make the folders and check that Redis belongs to them.
 
         Raises:
-            ConfigError: the folder cannot be written, or another deployment's (or another host's private) one.
+            ConfigError: the folder cannot be written, or another deployment's (or another host's private) one;
+                or Redis cannot say when it has flushed.
         """
         folder, identity = await asyncio.to_thread(_open_folder, data_dir)
         await redis.set(STORE, identity, nx=True)
@@ -74,7 +84,7 @@ class FileStore:
                 f"--data-dir {folder} is store {identity}, but the files in this Redis are in store {known}: "
                 f"mount the folder that the other api and batch processes use, or delete the key {STORE} to begin anew"
             )
-        return cls(folder, redis, limits or UploadLimits())
+        return cls(folder, redis, limits or UploadLimits(), await Flush.open(redis, durability))
 
     def path(self, file_id: str) -> Path:
         """Where a file's bytes lie."""
@@ -84,13 +94,13 @@ class FileStore:
         """Where a running batch keeps its input and its result segments."""
         return self.folder / "batches" / batch_id
 
-    def incoming(self, *, unlimited: bool = False) -> IncomingFile:
+    def incoming(self, *, limit: int | None = None) -> IncomingFile:
         """A file to be written, to be given to `add`; a context that removes what was not added.
 
         Args:
-            unlimited: it is ours, as the output of a batch is, and may be as large as it gets.
+            limit: bytes at most, where another limit than an upload's applies.
         """
-        limits = UploadLimits(sys.maxsize, sys.maxsize) if unlimited else self.limits
+        limits = self.limits if limit is None else replace(self.limits, file_bytes=limit)
         return IncomingFile(self.folder / "incoming" / secrets.token_hex(16), limits)
 
     async def now(self) -> int:
@@ -101,11 +111,16 @@ class FileStore:
     async def add(
         self, incoming: IncomingFile, *, filename: str, purpose: str, lifetime_s: int | None = None
     ) -> FileObject:
-        """Make an upload a file: flush its bytes, name it, and only then let it be seen."""
+        """Make an upload a file: flush its bytes, name it, and only then let it be seen.
+
+        Raises:
+            StoreUnavailable: Redis did not flush it; it may be there all the same.
+        """
         file = await self.place(incoming, filename=filename, purpose=purpose, lifetime_s=lifetime_s)
         async with self.redis.pipeline(transaction=True) as pipe:
             self.register(pipe, file)
             await pipe.execute()
+        await self.flush.wait()
         return file
 
     async def place(
@@ -173,11 +188,16 @@ class FileStore:
         return len(ids)
 
     def remove_leftovers(self) -> None:
-        """Unlink uploads that a killed process left unfinished. Blocks on the disk."""
+        """Remove what a killed process left unfinished, and uploads that were never completed. Blocks on the disk."""
         limit = time.time() - LEFTOVER_S
-        for path in (self.folder / "incoming").iterdir():
-            if path.stat().st_mtime < limit:
-                path.unlink(missing_ok=True)
+        for name in ("incoming", "uploads"):
+            for path in (self.folder / name).iterdir():
+                if path.stat().st_mtime >= limit:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     async def _find(self, file_id: str) -> FileObject | None:
         fields = await cast("Awaitable[dict[bytes, bytes]]", self.redis.hgetall(file_key(file_id)))
@@ -206,7 +226,7 @@ class FileStore:
 def _open_folder(data_dir: str) -> tuple[Path, str]:
     folder = Path(data_dir).expanduser()
     try:
-        for name in ("files", "incoming", "batches"):
+        for name in ("files", "incoming", "batches", "uploads"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         return folder, _identity(folder)
     except OSError as e:

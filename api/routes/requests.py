@@ -9,6 +9,7 @@ import orjson
 from fastapi import Request
 
 from ...shared.errors import InvalidRequest
+from ..fields import kind
 from ..services import Services
 from ..settings import ApiSettings
 from ..translate import Caller
@@ -45,6 +46,18 @@ async def read_json(request: Request) -> Any:
     except orjson.JSONDecodeError as e:
         what = "The body is empty" if not data else f"The body is not valid JSON: {e}"
         raise InvalidRequest(f"{what}.", code="invalid_json") from e
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body, which is a JSON object.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"The body must be a JSON object, got {kind(body)}.", code="invalid_body")
+    return body
 
 
 def grace_of(request: Request) -> float:
