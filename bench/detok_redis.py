@@ -54,7 +54,7 @@ def measure(url: str, vocab: Vocabulary, ids: list[int], requests: int, size: in
         flush = tuple(ids[at : at + size])
         tokens.append([Append(epochs[rid], TokenChunk(rid, at, flush)) for rid in rids])
         start, cpu_start = time.perf_counter(), time.process_time()
-        streams.publish(streams.decode(rids), lease)
+        streams.publish(streams.decode(rids)[0], lease)
         wall += time.perf_counter() - start
         cpu += time.process_time() - cpu_start
     client.close()

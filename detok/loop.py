@@ -168,8 +168,9 @@ class Detokenizer:
         rids: dict[str, None] = {}  # each once, in order
         while self._moved and len(rids) < self._slice:
             rids[self._moved.popleft()] = None
-        writes = self._streams.decode(rids)
-        self._moved.extend(self._streams.publish(writes, self._shards.epochs))
+        writes, more = self._streams.decode(rids)
+        again = self._streams.publish(writes, self._shards.epochs)
+        self._moved.extend([*more, *again])
         for shard in self._shards.epochs.keys() - self._streams.shards:
             self._shards.lost(shard)
             self._forget(shard)

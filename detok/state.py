@@ -29,6 +29,9 @@ SILENT_TOKENS = (
 class DecodeState:
     """One choice. Not for two threads.
 
+    Raises:
+        ProtocolError: the request wants what this release does not do. The api refuses `stop_regex`.
+
     Attributes:
         consumed: tokens taken so far.
         published: tokens covered by the chunks returned so far; `encode` is the state after them.
@@ -53,6 +56,8 @@ class DecodeState:
     )
 
     def __init__(self, rid: str, params: DecodeParams, vocab: Vocabulary) -> None:
+        if params.stop_regex:
+            raise ProtocolError(f"{rid} wants stop_regex, which this release does not match")
         self.rid = rid
         self.consumed = self.published = self.offset = self._cached_tokens = 0
         self.finish: Finish | None = None

@@ -20,6 +20,8 @@ from .vocab import Vocabulary
 
 log = logging.getLogger(__name__)
 
+READ_ENTRIES = 256  # of one choice at once: leases are renewed between slices, also where much has piled up
+
 
 class Streams:
     """Decode states of unfinished choices.
@@ -56,17 +58,25 @@ class Streams:
             del self._states[rid]
         return unfinished
 
-    def decode(self, rids: Collection[str]) -> dict[int, list[Publish]]:
-        """Read what is new of these choices and decode it. Those of shards that are not ours are left alone."""
+    def decode(self, rids: Collection[str]) -> tuple[dict[int, list[Publish]], list[str]]:
+        """Read what is new of these choices and decode it. Those of shards that are not ours are left alone.
+
+        Returns:
+            What to publish, by shard, and the choices that have more to read.
+        """
         held = {rid: state.consumed for rid in rids if (state := self._states.get(rid)) is not None}
         records = self._records([rid for rid in rids if rid not in held and shard_in(rid) in self.shards])
         after = held | {rid: record.consumed for rid, record in records.items()}
         writes: dict[int, list[Publish]] = {}
-        for rid, chunks in (self._tokens.read(after) if after else {}).items():
+        more = []
+        for rid, chunks in (self._tokens.read(after, READ_ENTRIES) if after else {}).items():
+            if len(chunks) == READ_ENTRIES:
+                more.append(rid)
+                chunks = chunks[:-1]  # a finish is read together with the token that it judges
             write = self._push(rid, chunks, records.get(rid))
             if write is not None:
                 writes.setdefault(shard_in(rid), []).append(write)
-        return writes
+        return writes, more
 
     def publish(self, writes: Mapping[int, Sequence[Publish]], epochs: Mapping[int, int]) -> list[str]:
         """One call per shard, all in one round trip. Returns what has to be read anew.

@@ -75,14 +75,15 @@ class TokenStream:
         replies = self._scripts.finish(calls) if calls else []
         return list(zip(writes, (Written(code) for reply in replies for code in reply), strict=True))
 
-    def read(self, after: Mapping[str, int]) -> dict[str, list[TokenChunk]]:
+    def read(self, after: Mapping[str, int], limit: int | None = None) -> dict[str, list[TokenChunk]]:
         """What was appended to each request after so many tokens, in order; requests without news are left out.
 
-        An end marker comes once more when nothing came after it: reading is without memory.
+        An end marker comes once more when nothing came after it: reading is without memory. At most `limit` entries of
+        a request are read: as many chunks mean that there may be more.
         """
         pipe = self._client.pipeline(transaction=False)
         for rid, position in after.items():
-            pipe.xrange(keys.tokens(shard_in(rid), rid), min=f"({position}-0" if position else "-")
+            pipe.xrange(keys.tokens(shard_in(rid), rid), min=f"({position}-0" if position else "-", count=limit)
         replies = pipe.execute()
         return {
             rid: _decode(rid, position, entries)

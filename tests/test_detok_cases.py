@@ -275,3 +275,8 @@ def test_a_damaged_state_is_refused(data: bytes) -> None:
 def test_a_damaged_tokenizer_is_refused() -> None:
     with pytest.raises(ProtocolError, match="tokenizer of 2 bytes"):
         Vocabulary.from_blob(b"{}")
+
+
+def test_a_stop_regex_is_refused_and_not_ignored() -> None:
+    with pytest.raises(ProtocolError, match="stop_regex"):
+        DecodeState("r", params(stop_regex=("a+",)), BYTES_VOCAB)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from headrace.detok import loop
+from headrace.detok import loop, streams
 from headrace.detok.loop import Detokenizer
 from headrace.detok.shards import Shards
 from headrace.detok.streams import Streams, merge
@@ -201,6 +201,18 @@ def test_what_waits_at_the_start_is_found_without_hints(rig: Rig) -> None:
         rig.client.delete(keys.wake(shard_in(rid)))
     with detokenizer(rig, slice_requests=3):
         assert {rig.text(rid) for rid in rids} == {"before any detokenizer"}
+
+
+def test_a_long_backlog_is_read_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "READ_ENTRIES", 4)
+    (rid,) = rig.submit()
+    *ids, end = KIT.spelled("a backlog!")
+    for at, token_id in enumerate(ids):
+        rig.append(rid, at, [token_id])
+    rig.append(rid, len(ids), [end], Finish("stop", end))
+    with detokenizer(rig):
+        assert rig.text(rid) == "a backlog"  # the stop token is no text, though its entry was the last of a part
+    assert len(rig.chunks(rid)) > 2
 
 
 def test_a_missed_hint_is_found_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
