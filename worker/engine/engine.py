@@ -87,12 +87,16 @@ class TransformersEngine:
         self._runner.close()
 
     def _advance(self, slices: list[Slice]) -> list[StepOutput]:
-        """Compute slices. Where that fails they are tried again in halves, so that only the guilty ones pay."""
+        """Compute slices. Where that fails they are tried again in halves, so that only the guilty ones pay.
+
+        Raises EngineError where the device is lost: the process must end, and its sequences go on elsewhere.
+        """
         if not slices:
             return []
         try:
             sampled, samples = self._compute(slices)
         except _STEP_ERRORS:
+            self._runner.check_device()
             if len(slices) == 1:
                 log.exception("request %s failed", slices[0].sequence.rid)
                 return [self._fail(slices[0].sequence)]

@@ -16,6 +16,7 @@ from torch import nn
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
 from .attention import IMPLEMENTATION, PagedAttention
+from .fuse import fuse_norms
 from .kv_cache import LayerShape
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def resolve_device(settings: WorkerSettings) -> torch.device:
 def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the device multiplies it natively, else float32."""
     if settings.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+        if device.type == "cpu" and dtype != torch.float32 and not _cpu_multiplies_bfloat16():
+            log.warning("--dtype %s is emulated on this CPU; float32 is several times faster", settings.dtype)
+        return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
@@ -78,6 +82,7 @@ def adopt(model: Any, *, name: str, num_layers: int) -> LoadedModel:
         raise ModelRefused(f"--model {name}: {kind} does not take another attention function: {e}. {_HINT}") from e
     attention = PagedAttention()
     attention.attach(model)
+    log.info("%s: %d norms fused", kind, fuse_norms(model))
     parameter = next(model.parameters())
     _dry_run(model, name, parameter.device)
     missing = sorted(set(range(num_layers)) - attention.seen.keys())

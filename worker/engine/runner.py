@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ...shared.errors import EngineError
 from .attention import PagedAttention
 from .batch import FlatBatch
 from .kv_cache import KVCache
@@ -53,6 +54,13 @@ class ModelRunner:
             self._attention.batch = None
         logits = out.logits[0] if keep else out.logits[0, batch.sampled_rows]
         return [piece for piece in batch.slices if piece.samples], logits.float()
+
+    def check_device(self) -> None:
+        """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""
+        try:
+            torch.ones(1, device=self._cache.device).sum().item()
+        except RuntimeError as e:
+            raise EngineError(f"{self._cache.device} is lost: {e}") from e
 
     @torch.inference_mode()
     def zero(self, blocks: Sequence[int]) -> None:

@@ -1,0 +1,57 @@
+"""Rewrites of a loaded model that change nothing but its speed.
+
+Merging q/k/v and gate/up into one product each was tried too: it gains nothing on a CPU, where these products fill the
+cores by themselves. RMSNorm as one operation instead of six took 10% off a step of a small model.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# How far the fused norm may be from the model's own on unit-sized values: rounding, and nothing that a different
+# formula (a missing weight, another epsilon) could hide behind.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@torch.inference_mode()
+def fuse_norms(model: nn.Module) -> int:
+    """Replace each RMSNorm of a model by torch's fused one where both compute the same; returns how many.
+
+    Names tell which modules to try, numbers decide: conventions differ (weight, or 1 + weight), and a module that
+    does more than normalise is left alone.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not type(child).__name__.endswith("RMSNorm") or isinstance(child, nn.RMSNorm):
+                continue
+            fused = _fused(child)
+            if fused is not None:
+                setattr(parent, name, fused)
+                count += 1
+    return count
+
+
+def _fused(norm: nn.Module) -> nn.RMSNorm | None:
+    weight = getattr(norm, "weight", None)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
+        return None
+    if weight.dtype not in _TOLERANCE or len(inspect.signature(norm.forward).parameters) != 1:
+        return None
+    scales = torch.tensor([[1e-3], [1.0], [30.0]], dtype=weight.dtype, device=weight.device)  # small: epsilon counts
+    x = torch.linspace(-1.7, 1.9, weight.numel(), device=weight.device).to(weight.dtype) * scales
+    wanted = norm(x)
+    # 1 + weight would be rounded once more in half precision, so it is folded in float32 only.
+    candidates = [weight.detach()] + ([1.0 + weight.detach()] if weight.dtype == torch.float32 else [])
+    for candidate in candidates:
+        got = F.rms_norm(x, weight.shape, candidate, epsilon)
+        if got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=_TOLERANCE[weight.dtype], atol=1e-6):
+            fused = nn.RMSNorm(weight.numel(), eps=epsilon, device=weight.device, dtype=weight.dtype)
+            fused.weight = nn.Parameter(candidate, requires_grad=False)
+            return fused
+    return None
