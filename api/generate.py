@@ -18,7 +18,7 @@ from .backend import Backend
 from .observe import Observer
 from .plan import Plan
 from .prepare import Prepared, Preparer
-from .readers import Reader, Readers, by_index
+from .readers import Readers, by_index
 from .translate import Caller, Endpoint
 
 
@@ -71,7 +71,7 @@ class Inference:
         with self._observer.request(plan) as seen:
             async with self._readers.attach(plan.rids, grace_s=grace_s) as reader:
                 if prepared.jobs[0].sampling.max_new_tokens == 0:
-                    yield seen.chunks(_nothing(reader, prepared))
+                    yield seen.chunks(reader.chunks(_nothing(prepared)))
                     return
                 await self._submit(prepared, reader_lease_s=self._reader_lease_s)
                 async with self._backend.feed.follow(plan.rids, {}) as source:
@@ -97,8 +97,10 @@ class Inference:
             GenerationFailed, Overloaded, Unavailable; StreamGone: it ended longer ago than that.
         """
         plan = prepared.plan
-        await self._submit(prepared, reader_lease_s=None, keep_s=keep_s)
         with self._observer.request(plan) as seen:
+            if prepared.jobs[0].sampling.max_new_tokens == 0:
+                return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, _nothing(prepared)))))
+            await self._submit(prepared, reader_lease_s=None, keep_s=keep_s)
             async with self._backend.feed.follow(plan.rids, {}) as source:
                 return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, source))))
 
@@ -125,10 +127,9 @@ class Inference:
         await asyncio.gather(*submits)
 
 
-async def _nothing(reader: Reader, prepared: Prepared) -> AsyncIterator[tuple[int, TextChunk]]:
+async def _nothing(prepared: Prepared) -> AsyncIterator[TextChunk]:
     """The chunks of a request for no tokens, which no worker needs to see."""
     plan = prepared.plan
     for index, rid in enumerate(plan.rids):
         usage = Usage(len(prepared.jobs[plan.prompt_of(index)].input_ids), 0)
-        reader.open.discard(rid)
-        yield index, TextChunk(rid, 0, "", usage, seq=1, finish=Finish("length"))
+        yield TextChunk(rid, 0, "", usage, seq=1, finish=Finish("length"))
