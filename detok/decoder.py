@@ -63,7 +63,7 @@ class ByteDecoder:
         prompt = self._join(params.prompt_tail)
         self._pending = prompt[codecs.utf_8_decode(prompt, self._errors, False)[1] :]
         # The first text may begin with what decode(prompt) had already: U+FFFD for its half character.
-        self._owed = self.flush_text().count(REPLACEMENT)
+        self._owed = self._broken().count(REPLACEMENT)
         self._strip = vocab.strips_space and not prompt and params.prompt_tokens <= len(params.prompt_tail)
         self._starting = bool(self._owed) or self._strip
 
@@ -80,12 +80,9 @@ class ByteDecoder:
         return self._start(text) if self._starting else text
 
     def flush(self) -> str:
-        text = self.flush_text()
+        text = self._broken()
         self._pending = b""
         return self._start(text) if self._starting else text
-
-    def flush_text(self) -> str:
-        return codecs.utf_8_decode(self._pending, self._errors, True)[0]
 
     def snapshot(self) -> Snapshot:
         return (self._pending.hex() if self._pending else "", self._owed, self._strip, self._starting)
@@ -93,6 +90,10 @@ class ByteDecoder:
     def restore(self, snapshot: Sequence[Any]) -> None:
         pending, self._owed, self._strip, self._starting = snapshot
         self._pending = bytes.fromhex(pending)
+
+    def _broken(self) -> str:
+        """What is pending, if nothing more comes."""
+        return codecs.utf_8_decode(self._pending, self._errors, True)[0]
 
     def _join(self, ids: Sequence[int]) -> bytes:
         data, size = self._data, self._size

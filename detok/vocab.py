@@ -31,6 +31,13 @@ class ByteTable:
     def of(cls, data: list[bytes]) -> ByteTable:
         return cls(data, [_utf8(b) for b in data])
 
+    def without(self, ids: Iterable[int]) -> ByteTable:
+        """The same table, with these ids empty."""
+        data, text = self.data.copy(), self.text.copy()
+        for i in ids:
+            data[i], text[i] = b"", ""
+        return ByteTable(data, text)
+
 
 class Vocabulary:
     """One tokenizer, ready to decode; shared by all requests that use it.
@@ -46,16 +53,17 @@ class Vocabulary:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         specials = {token.content for token in added.values() if token.special}
-        self._tokens: dict[int, str] = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
-        self._tokens |= {i: token.content for i, token in added.items()}
-        self.size = max(self._tokens, default=-1) + 1
-        self.special_ids = frozenset(i for i, token in self._tokens.items() if token in specials)
+        tokens = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
+        tokens |= {i: token.content for i, token in added.items()}
+        self.size = max(tokens, default=-1) + 1
+        self.special_ids = frozenset(i for i, token in tokens.items() if token in specials)
         self.kind, self.strips_space, space = _classify(tokenizer)
+        self._holes = frozenset(range(self.size)).difference(tokens)
         self._tables: dict[bool, ByteTable] = {}
         self._pieces: dict[int, tuple[str, tuple[int, ...]]] = {}
         if self.kind != "other":
             to_bytes = _byte_level if self.kind == "byte_level" else lambda token: _byte_fallback(token, space)
-            self._tables[False] = ByteTable.of([to_bytes(self._tokens.get(i, "")) for i in range(self.size)])
+            self._tables[False] = ByteTable.of([to_bytes(tokens.get(i, "")) for i in range(self.size)])
 
     @classmethod
     def from_blob(cls, blob: bytes) -> Vocabulary:
@@ -68,19 +76,18 @@ class Vocabulary:
     def table(self, skip_special_tokens: bool) -> ByteTable:
         """The bytes of every id; special ones are empty where they are skipped. Not for `kind == "other"`."""
         if skip_special_tokens and True not in self._tables:
-            shown = self._tables[False].data
-            self._tables[True] = ByteTable.of([b"" if i in self.special_ids else b for i, b in enumerate(shown)])
+            self._tables[True] = self._tables[False].without(self.special_ids)
         return self._tables[skip_special_tokens]
 
     def visible(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the decoder sees this id at all."""
-        return token_id in self._tokens and not (skip_special_tokens and token_id in self.special_ids)
+        return self._known(token_id) and not (skip_special_tokens and token_id in self.special_ids)
 
     def piece(self, token_id: int) -> tuple[str, tuple[int, ...]]:
         """One token on its own, as logprobs show it: its text inside a text, and its bytes. Special ones are shown."""
         piece = self._pieces.get(token_id)
         if piece is None:
-            if token_id not in self._tokens:
+            if not self._known(token_id):
                 return "", ()
             text, data = self._piece(token_id)
             piece = self._pieces[token_id] = text, tuple(data)
@@ -91,12 +98,15 @@ class Vocabulary:
     ) -> str:
         """The tokenizer's own decode. Without `spaces_between_special_tokens` a decoder that puts spaces between tokens
         (WordPiece) puts none around special ones; the others never do."""
-        known = [i for i in ids if i in self._tokens]
+        known = [i for i in ids if self._known(i)]
         if spaces_between_special_tokens:
             return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens:
             known = [i for i in known if i not in self.special_ids]
         return "".join([self._tokenizer.decode(run, skip_special_tokens=False) for run in self._runs(known)])
+
+    def _known(self, token_id: int) -> bool:
+        return 0 <= token_id < self.size and token_id not in self._holes
 
     def _runs(self, ids: Iterable[int]) -> Iterator[list[int]]:
         """Each special token alone, and what stands between them."""

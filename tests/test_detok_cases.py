@@ -11,7 +11,7 @@ from headrace.detok.state import SILENT_TOKENS, DecodeState
 from headrace.detok.vocab import Vocabulary
 from headrace.shared.errors import ProtocolError
 from headrace.shared.messages import DecodeParams, Finish, TextChunk, TokenChunk, TokenLogprob, Usage
-from kit.tokenizers import TestTokenizer, byte_fallback, byte_level, word_piece
+from kit.tokenizers import TestTokenizer, byte_fallback, byte_level, metaspace, word_piece
 
 BYTES = byte_level()
 BYTES_VOCAB = Vocabulary.from_blob(BYTES.blob)
@@ -280,3 +280,32 @@ def test_a_damaged_tokenizer_is_refused() -> None:
 def test_a_stop_regex_is_refused_and_not_ignored() -> None:
     with pytest.raises(ProtocolError, match="stop_regex"):
         DecodeState("r", params(stop_regex=("a+",)), BYTES_VOCAB)
+
+
+def test_the_families_are_told_apart() -> None:
+    kinds = [
+        Vocabulary(kit.tokenizer).kind for kit in (BYTES, LLAMA, byte_fallback(strip=False), word_piece(), metaspace())
+    ]
+    assert kinds == ["byte_level", "byte_fallback", "byte_fallback", "other", "other"]
+
+
+@pytest.mark.parametrize(
+    ("kit", "token", "text"),
+    [
+        (BYTES, " ok", " ok"),
+        (BYTES, "≤≥", "≤≥"),
+        (BYTES, "<tool call>", "<tool call>"),
+        (LLAMA, "▁love", " love"),
+        (word_piece(), "hello", " hello"),
+        (word_piece(), "##ing", "ing"),
+        (metaspace(), "▁hello", " hello"),
+        (metaspace(), "ld", "ld"),
+    ],
+)
+def test_a_token_alone_is_what_it_is_inside_a_text(kit: TestTokenizer, token: str, text: str) -> None:
+    piece = Vocabulary(kit.tokenizer).piece(kit.ids(token)[0])
+    assert piece == (text, tuple(text.encode()))
+
+
+def test_ids_outside_the_vocabulary_have_no_piece() -> None:
+    assert [BYTES_VOCAB.piece(i) for i in (-1, BYTES_VOCAB.size, 2**32)] == [("", ())] * 3
