@@ -1,4 +1,4 @@
-"""A deployment of real processes on one Redis, around a scripted worker: `headrace api`, `worker`, `detok`, `batch`."""
+"""A deployment of real processes on one Redis, scripted or with a model: `headrace api`, `worker`, `detok`, `batch`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,21 @@ class Deployment:
 
     Args:
         scripts: the scripted worker's lines.
+        model: the folder of a real model instead.
     """
 
-    def __init__(self, redis_url: str, folder: Path, scripts: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, redis_url: str, folder: Path, scripts: Sequence[dict[str, Any]] = (), model: Path | None = None
+    ) -> None:
         self.redis_url, self.folder = redis_url, folder
+        self._worker_flags: tuple[str, ...] = ("--model", f"m={model}")
+        if model is None:
+            self._script(folder, scripts)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def _script(self, folder: Path, scripts: Sequence[dict[str, Any]]) -> None:
         self.tokenizer = byte_level()
         self.model = folder / "m"
         self.model.mkdir()
@@ -38,9 +49,7 @@ class Deployment:
         config = {"architectures": ["Scripted"], "max_position_embeddings": 512, "vocab_size": vocab_size}
         (self.model / "config.json").write_text(json.dumps(config))
         (folder / "scripts.jsonl").write_text("\n".join(map(json.dumps, scripts)))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._worker_flags = ("--model", f"m={self.model}", "--scripted", str(folder / "scripts.jsonl"))
 
     def __enter__(self) -> Deployment:
         return self
@@ -57,7 +66,7 @@ class Deployment:
         own = {
             "api": ("--fd", str(self._listener.fileno()), "--data-dir", str(self.folder / "data")),
             "batch": ("--data-dir", str(self.folder / "data")),
-            "worker": ("--model", f"m={self.model}", "--scripted", str(self.folder / "scripts.jsonl")),
+            "worker": self._worker_flags,
             "detok": (),
         }
         log = self.folder / f"{role}-{len(self._processes)}.log"
