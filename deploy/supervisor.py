@@ -48,7 +48,8 @@ def run(settings: ServeSettings) -> int:
     with bind(settings.host, settings.port) as listener:
         url = url_of(settings.host, listener.getsockname()[1])
         folder = DataFolder(settings.data_dir)
-        with folder.locked(url):
+        # Only the embedded server is one process's; beside an outer Redis, several may share the files.
+        with contextlib.nullcontext() if settings.redis_url else folder.locked(url):
             models = locate(models, settings)
             store = None if settings.redis_url else embedded_server(settings, folder)
             return asyncio.run(Supervisor(settings, models, folder, listener, url, store).run())
