@@ -156,6 +156,11 @@ def test_any_payload_is_read_or_an_error(payload: bytes) -> None:
     assert answer.error is not None or isinstance(orjson.loads(payload), dict)
 
 
+def test_a_finish_reason_ends_an_answer() -> None:
+    assert read_answer(b'{"choices":[{"text":"","finish_reason":"length"}]}').finished
+    assert not read_answer(b'{"choices":[{"text":"a","finish_reason":null}]}').finished
+
+
 def test_failures_are_one_line() -> None:
     assert read_failure(429, b'{"error": {"message": "queue full"}}') == "HTTP 429: queue full"
     assert read_failure(502, b"<h1>Bad\nGateway</h1>") == "HTTP 502: <h1>Bad Gateway</h1>"
@@ -348,7 +353,9 @@ def test_answers_without_a_stream(fake: FakeOpenAI, tmp_path: Path) -> None:
     assert result["e2e_ms"]["p50"] > 0
 
 
-@pytest.mark.parametrize(("model", "tokens", "source"), [("no-usage", 8, "events"), ("pairs", 8, "usage")])
+@pytest.mark.parametrize(
+    ("model", "tokens", "source"), [("no-usage", 8, "events"), ("pairs", 8, "usage"), ("undone", 8, "usage")]
+)
 def test_who_counts_the_tokens(fake: FakeOpenAI, tmp_path: Path, model: str, tokens: int, source: str) -> None:
     argv = ["--model", model, "--concurrency", "1", "--num-requests", "1", "--output-len", "8"]
     status, report = run_bench(fake, tmp_path, *argv)
@@ -361,7 +368,7 @@ def test_who_counts_the_tokens(fake: FakeOpenAI, tmp_path: Path, model: str, tok
     [
         ("broken", "HTTP 500: out of order"),
         ("html", "HTTP 502: <h1>Bad Gateway</h1>"),
-        ("cut", "stream ended without [DONE]"),
+        ("cut", "stream ended without a finish_reason or [DONE]"),
         ("dropped", "connection closed within the answer"),
         ("fails", "worker lost"),
         ("silent", "no answer within 0.3 s"),

@@ -70,13 +70,14 @@ class Reply:
         if self.status != 200:
             return read_failure(self.status, bytes(self.body))
         if self._sse is not None:
-            return None if self._ended else "stream ended without [DONE]"
+            return None if self._ended else "stream ended without a finish_reason or [DONE]"
         answer = read_answer(bytes(self.body))
         self._take(answer)
         return answer.error
 
     def _take(self, answer: Answer) -> None:
         sample = self._sample
+        self._ended = self._ended or answer.finished  # some servers never say [DONE]
         if answer.error is not None:
             sample.error = answer.error
         if answer.completion_tokens is not None:

@@ -34,6 +34,7 @@ class Answer:
     """What one event, or one whole answer, says."""
 
     has_text: bool = False
+    finished: bool = False  # a choice says why it ended
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
@@ -50,9 +51,10 @@ def read_answer(payload: bytes) -> Answer:
     if error := value.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
         return Answer(error=str(message)[:200])
-    usage = value.get("usage") or {}
+    usage, choices = value.get("usage") or {}, value.get("choices") or ()
     return Answer(
-        has_text=any(_has_text(choice) for choice in value.get("choices") or ()),
+        has_text=any(_has_text(choice) for choice in choices),
+        finished=any(choice.get("finish_reason") for choice in choices),
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
     )

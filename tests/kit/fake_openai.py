@@ -84,6 +84,9 @@ class FakeOpenAI:
                 case "fails":
                     yield _event({"error": {"message": "worker lost"}})
                     break
+        if body["model"] == "undone":
+            yield _event({"choices": [{"text": "", "finish_reason": "length"}]} | _usage(body))
+            return
         if body.get("stream_options", {}).get("include_usage") and body["model"] != "no-usage":
             yield _event({"choices": []} | _usage(body))
         yield b"data: [DONE]\n\n"
