@@ -42,6 +42,10 @@ class ByteTable:
 class Vocabulary:
     """One tokenizer, ready to decode; shared by all requests that use it.
 
+    Args:
+        by_window: let the tokenizer itself decode, also where a table could. With a table the tokenizer is let go: one
+            of 262,000 tokens takes 280 MB, its table 40.
+
     Attributes:
         kind: which family the decoder belongs to.
         size: one past the highest id. Ids outside `0 … size`, and holes, are empty text.
@@ -49,15 +53,15 @@ class Vocabulary:
         strips_space: byte fallback only: the decoder drops one space at the very start of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, by_window: bool = False) -> None:
         added = tokenizer.get_added_tokens_decoder()
         specials = {token.content for token in added.values() if token.special}
         tokens = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
         tokens |= {i: token.content for i, token in added.items()}
         self.size = max(tokens, default=-1) + 1
         self.special_ids = frozenset(i for i, token in tokens.items() if token in specials)
-        self.kind, self.strips_space, space = _classify(tokenizer)
+        self.kind, self.strips_space, space = OTHER if by_window else _classify(tokenizer)
+        self._tokenizer = tokenizer if self.kind == "other" else None
         self._holes = frozenset(range(self.size)).difference(tokens)
         self._tables: dict[bool, ByteTable] = {}
         self._pieces: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -96,14 +100,17 @@ class Vocabulary:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The tokenizer's own decode. Without `spaces_between_special_tokens` a decoder that puts spaces between tokens
-        (WordPiece) puts none around special ones; the others never do."""
+        """The tokenizer's own decode, for `kind == "other"`.
+
+        Without `spaces_between_special_tokens` a decoder that puts spaces between tokens (WordPiece) puts none around
+        special ones; the others never do.
+        """
+        assert self._tokenizer is not None, f"a {self.kind} vocabulary decodes by its table"
         known = [i for i in ids if self._known(i)]
         if spaces_between_special_tokens:
             return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
-        if skip_special_tokens:
-            known = [i for i in known if i not in self.special_ids]
-        return "".join([self._tokenizer.decode(run, skip_special_tokens=False) for run in self._runs(known)])
+        shown = [i for i in known if not (skip_special_tokens and i in self.special_ids)]
+        return "".join([self._tokenizer.decode(run, skip_special_tokens=False) for run in self._runs(shown)])
 
     def _known(self, token_id: int) -> bool:
         return 0 <= token_id < self.size and token_id not in self._holes
@@ -126,11 +133,14 @@ class Vocabulary:
         return text, text.encode()
 
 
-def _classify(tokenizer: Tokenizer) -> tuple[Kind, bool, tuple[str, str]]:
-    """Family, whether a leading space is stripped, and the replacement that turns ▁ into a space."""
-    other: tuple[Kind, bool, tuple[str, str]] = ("other", False, ("", ""))
+# Family, whether a leading space is stripped, and the replacement that turns ▁ into a space.
+_Class = tuple[Kind, bool, tuple[str, str]]
+OTHER: _Class = ("other", False, ("", ""))
+
+
+def _classify(tokenizer: Tokenizer) -> _Class:
     if tokenizer.decoder is None:
-        return other
+        return OTHER
     match _steps(json.loads(tokenizer.decoder.__getstate__())):
         case [{"type": "ByteLevel"}]:
             return "byte_level", False, ("", "")
@@ -145,7 +155,7 @@ def _classify(tokenizer: Tokenizer) -> tuple[Kind, bool, tuple[str, str]]:
                     return "byte_fallback", False, (mark, space)
                 case [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
                     return "byte_fallback", True, (mark, space)
-    return other
+    return OTHER
 
 
 def _steps(decoder: dict[str, Any]) -> Sequence[dict[str, Any]]:

@@ -64,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "word piece": Family.of(word_piece().tokenizer),
     "metaspace": Family.of(metaspace().tokenizer),
 }
+BY_WINDOW = {name: Vocabulary(FAMILIES[name].tokenizer, by_window=True) for name in ("byte level", "llama", "gemma")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +204,8 @@ def test_redelivery_and_successors_change_nothing(name: str, data: st.DataObject
 def test_byte_path_and_window_path_agree(data: st.DataObject) -> None:
     family = FAMILIES["byte level"]
     output = data.draw(outputs(family))
-    bytes_, window = ByteDecoder(family.vocab, output.params), WindowDecoder(family.vocab, output.params)
-    for decoder in (bytes_, window):
+    bytes_ = ByteDecoder(family.vocab, output.params)
+    for decoder in (bytes_, WindowDecoder(BY_WINDOW["byte level"], output.params)):
         parts = [decoder.decode(piece.token_ids) for piece in output.chunks()]
         assert "".join([*parts, decoder.flush()]) == family.whole(output.params.prompt_tail, output.ids, output.params)
 
@@ -222,7 +223,7 @@ def test_llama_text_comes_back_from_both_paths(text: str, cuts: list[int], kit: 
     ids = [*tokenizer.ids("<s>", "▁"), *tokenizer.spelled(text)]
     params = DecodeParams("t", 0)
     expected = family.tokenizer.decode(ids)
-    for decoder in (ByteDecoder(family.vocab, params), WindowDecoder(family.vocab, params)):
+    for decoder in (ByteDecoder(family.vocab, params), WindowDecoder(BY_WINDOW[kit], params)):
         parts, at, n = [], 0, 0
         while at < len(ids):
             size = cuts[n % len(cuts)]
@@ -235,7 +236,7 @@ def test_llama_text_comes_back_from_both_paths(text: str, cuts: list[int], kit: 
 @given(st.lists(st.sampled_from([0xF0, 0x9F, 0x98, 0x8A, 0xC3, 0xFF, 0x41]), min_size=1, max_size=60))
 def test_the_window_stays_small_on_broken_bytes(data: list[int]) -> None:
     kit: TestTokenizer = byte_level()
-    decoder = WindowDecoder(FAMILIES["byte level"].vocab, DecodeParams("t", 0))
+    decoder = WindowDecoder(BY_WINDOW["byte level"], DecodeParams("t", 0))
     parts = []
     for token_id in kit.ids(*data):
         parts.append(decoder.decode([token_id]))
