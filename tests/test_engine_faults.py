@@ -160,6 +160,8 @@ def test_sampled_output_goes_on_with_the_same_noise(engine: TransformersEngine) 
         (engines.job("a", ()), InvalidRequest, "empty"),
         (engines.job("a", (5, 320)), InvalidRequest, "token id 320 is not in the vocabulary of 320"),
         (engines.job("a", (5, -1)), InvalidRequest, "token id -1"),
+        (engines.job("a", (5,), logit_bias=((320, 1.0),)), InvalidRequest, "token id 320"),
+        (engines.job("a", (5,), bad_words=((5, 999),)), InvalidRequest, "token id 999"),
         (engines.job("a", [5] * 256), ContextLengthExceeded, "256 tokens and leaves no room"),
         (engines.job("a", (5,), regex="a+"), InvalidRequest, "regex"),
     ],
@@ -171,6 +173,22 @@ def test_jobs_that_can_never_run_are_refused(
         engine.add(job)
     assert raised.value.param is not None
     assert not engine.has_work()
+
+
+def test_stop_ids_outside_the_vocabulary_are_harmless(engine: TransformersEngine) -> None:
+    job = engines.job("a", range(5, 9), stop_token_ids=(-1, 320, 1 << 40), min_new_tokens=2, max_new_tokens=4)
+    assert len(engines.run(engine, [job])["a"].token_ids) == 4
+
+
+def test_no_slot_is_free_while_something_waits_for_room(engine: TransformersEngine) -> None:
+    assert engine.free_slots() == 8
+    for rid in "abc":
+        engine.add(engines.job(rid, range(5, 55)))
+    assert engine.free_slots() == 5
+    engine.step()
+    assert engine.free_slots() == 0
+    engines.drain(engine)
+    assert engine.free_slots() == 8
 
 
 def test_a_request_cannot_run_twice(engine: TransformersEngine) -> None:

@@ -31,7 +31,7 @@ def row(
         top_logprobs_num=tops or 0,
     )
     ids = [*prompt, *output]
-    stops = stop_ids(params, (7,))
+    stops = stop_ids(params, (7,), VOCABULARY)
     return Sequence(job, ids, len(prompt), max_tokens=10_000, stop_ids=stops, seed=seed, arrival=0)
 
 

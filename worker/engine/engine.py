@@ -53,7 +53,7 @@ class TransformersEngine:
     def add(self, job: GenerateJob, produced: Ids[int] = ()) -> None:
         if job.rid in self._scheduler:
             raise EngineError(f"request {job.rid} is running already")
-        self._check(job)
+        self._check(job, produced)
         sequence = self._sequence(job, produced)
         finish = sequence.finish()
         if finish is not None:  # the worker before us died between the last token and the end mark
@@ -73,7 +73,8 @@ class TransformersEngine:
         return bool(self._ended) or len(self._scheduler) > 0
 
     def free_slots(self) -> int:
-        return max(self._scheduler.max_running - len(self._scheduler), 0)
+        # While something waits here, what else is in the queue may find room at another worker sooner.
+        return 0 if self._scheduler.stalled else max(self._scheduler.max_running - len(self._scheduler), 0)
 
     def running(self) -> list[str]:
         return self._scheduler.rids() + [output.rid for output in self._ended]
@@ -136,15 +137,13 @@ class TransformersEngine:
         self._scheduler.remove(sequence.rid)
         return StepOutput(sequence.rid, finish=_FAILED)
 
-    def _check(self, job: GenerateJob) -> None:
+    def _check(self, job: GenerateJob, produced: Ids[int]) -> None:
         """Raises InvalidRequest where the job can never run here."""
         if not job.input_ids:
             raise InvalidRequest("the prompt is empty", param="input_ids")
-        low, high = min(job.input_ids), max(job.input_ids)
-        if low < 0 or high >= self.card.vocab_size:
-            wrong = low if low < 0 else high
-            message = f"token id {wrong} is not in the vocabulary of {self.card.vocab_size}"
-            raise InvalidRequest(message, param="input_ids")
+        self._check_ids((*job.input_ids, *produced), "input_ids")
+        self._check_ids([token for token, _ in job.sampling.logit_bias], "logit_bias")
+        self._check_ids([token for word in job.sampling.bad_words for token in word], "bad_words")
         if len(job.input_ids) >= self.card.context_length:
             raise ContextLengthExceeded(
                 f"the prompt has {len(job.input_ids)} tokens and leaves no room for output in the context of "
@@ -154,6 +153,13 @@ class TransformersEngine:
         for name in _GRAMMARS:
             if getattr(job.sampling, name):
                 raise InvalidRequest(f"this worker does not constrain output by {name}", param=name)
+
+    def _check_ids(self, ids: Ids[int], param: str) -> None:
+        low, high = min(ids, default=0), max(ids, default=0)
+        if low < 0 or high >= self.card.vocab_size:
+            wrong = low if low < 0 else high
+            message = f"token id {wrong} is not in the vocabulary of {self.card.vocab_size}"
+            raise InvalidRequest(message, param=param)
 
     def _sequence(self, job: GenerateJob, produced: Ids[int]) -> Sequence:
         params = job.sampling
@@ -166,7 +172,7 @@ class TransformersEngine:
             token_ids=[*job.input_ids, *produced],
             num_prompt_tokens=len(job.input_ids),
             max_tokens=room,
-            stop_ids=stop_ids(params, self.card.eos_token_ids),
+            stop_ids=stop_ids(params, self.card.eos_token_ids, self.card.vocab_size),
             seed=params.sampling_seed if params.sampling_seed is not None else _seed_of(job.rid),
             arrival=self._arrivals,
         )

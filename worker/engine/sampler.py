@@ -93,12 +93,9 @@ def _draw(scaled: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
 def _draw_open(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw from the whole vocabulary. On a CPU row by row, so that the noise stays in the cache while it is made."""
     hashes = hash_tokens(torch.arange(scaled.shape[1], device=scaled.device)[None])
-    rows = 1 if scaled.device.type == "cpu" else len(scaled)
-    drawn = [
-        (part + gumbel(part_keys, hashes)).argmax(-1)
-        for part, part_keys in zip(scaled.split(rows), keys.split(rows), strict=True)
-    ]
-    return torch.cat(drawn)
+    if scaled.device.type != "cpu":
+        return (scaled + gumbel(keys, hashes)).argmax(-1)
+    return torch.stack([(row + gumbel(key[None], hashes)[0]).argmax() for row, key in zip(scaled, keys, strict=True)])
 
 
 def _limited(sequence: Sequence) -> bool:

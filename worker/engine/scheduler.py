@@ -68,6 +68,7 @@ class Scheduler:
         self.fixed_chunks = fixed_chunks
         self.running: list[Sequence] = []
         self.preemptions = 0  # since the start
+        self.stalled = False  # whether the last plan left a sequence waiting, for want of blocks, slots or budget
         self._waiting: dict[Lane, deque[Sequence]] = {lane: deque() for lane in LANES}
         self._by_rid: dict[str, Sequence] = {}
 
@@ -103,6 +104,7 @@ class Scheduler:
         self._plan_running(plan, decoding=True)
         self._plan_running(plan, decoding=False)
         self._admit(plan)
+        self.stalled = any(self._waiting.values())
         return [Slice(sequence, sequence.num_computed, length) for sequence, length in plan.items()]
 
     def commit(self, piece: Slice) -> None:

@@ -72,6 +72,8 @@ class Sequence:
         return None
 
 
-def stop_ids(params: SamplingParams, eos_token_ids: Ids[int]) -> frozenset[int]:
-    """The ids that end a sequence: the model's, unless told to ignore them, and the request's own."""
-    return frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids))
+def stop_ids(params: SamplingParams, eos_token_ids: Ids[int], vocab_size: int) -> frozenset[int]:
+    """The ids that end a sequence: the model's, unless told to ignore them, and the request's own. Those outside the
+    vocabulary can never come and are dropped, for the sampler uses ids as an index."""
+    ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    return frozenset(i for i in ids if 0 <= i < vocab_size)
