@@ -1,9 +1,7 @@
-"""The application: routes, the border around them, and what lives as long as the process."""
+"""The application: routes, and the border around them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 
@@ -27,27 +25,10 @@ from .settings import ApiSettings
 UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
 
 
-def create_app(
-    settings: ApiSettings,
-    services: Callable[[], AbstractAsyncContextManager[Services]],
-    stores: Callable[[], AbstractAsyncContextManager[Stores]] | None = None,
-) -> FastAPI:
-    """The api over services and stores that are opened with the application and closed after its last request.
-
-    Without `stores` there are no files and no batches.
-    """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            app.state.services = await stack.enter_async_context(services())
-            if stores is not None:
-                opened = await stack.enter_async_context(stores())
-                app.state.files, app.state.batches, app.state.rq = opened.files, opened.batches, opened.rq
-            yield
-
-    app = FastAPI(title="headrace", version=version("headrace"), lifespan=lifespan)
-    app.state.settings = settings
+def create_app(settings: ApiSettings, services: Services, stores: Stores | None = None) -> FastAPI:
+    """The api over what the caller opened and will close. Without `stores` there are no files and no batches."""
+    app = FastAPI(title="headrace", version=version("headrace"))
+    app.state.settings, app.state.services = settings, services
     app.add_middleware(
         Border,
         keys=Keys(settings.api_key, settings.admin_key),
@@ -58,6 +39,7 @@ def create_app(
     for group in (generation, models, health):
         app.include_router(group.router)
     if stores is not None:
+        app.state.files, app.state.batches, app.state.rq = stores.files, stores.batches, stores.rq
         app.include_router(files)
         app.include_router(batches)
     app.openapi = partial(document, app, [ChatCompletionRequest, CompletionRequest, GenerateRequest])  # type: ignore[method-assign]

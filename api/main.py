@@ -12,15 +12,18 @@ from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
+from ..shared import logs
 from ..shared.clients import AsyncClient, connect_async
-from ..shared.errors import ConfigError, StoreUnavailable
+from ..shared.errors import ConfigError
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.store import Store, open_store
 from .app import create_app
 from .batches.stores import open_stores
 from .errors import STORE_ERRORS
-from .services import Services, load_template, open_services
+from .middleware import request_id
+from .services import open_services
 from .settings import ApiSettings
 
 log = logging.getLogger(__name__)
@@ -50,27 +53,50 @@ def run(settings: ApiSettings) -> int:
     """Serve until SIGTERM: then no new connections, and open requests may finish within the drain limit.
 
     Raises:
-        ConfigError: a setting is wrong, or the port is taken.
+        ConfigError: a setting is wrong, the port is taken, the data folder cannot be used.
         StoreUnavailable: Redis does not answer.
     """
-    load_template(settings.chat_template)
+    _set_up_logs(settings)
     store = open_store(settings)
-    with _listen(settings) as listener:
-        config = uvicorn.Config(
-            create_app(settings, lambda: _member_services(settings, store), lambda: open_stores(settings)),
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-            server_header=False,
-        )
-        server = Server(config)
-        host, port = listener.getsockname()[:2]
-        log.info("listening on http://%s:%d", host, port)
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(server.serve(sockets=[listener]))
-    return 0 if server.started else 1
+    with _listen(settings) as listener, asyncio.Runner(loop_factory=_config(settings).get_loop_factory()) as runner:
+        runner.run(_serve(settings, store, listener))
+    return 0
+
+
+async def _serve(settings: ApiSettings, store: Store, listener: socket.socket) -> None:
+    info = ProcessInfo("api", extra={"name": settings.name} if settings.name else {})
+    channel = f"api-{info.host}-{info.pid}-{uuid.uuid4().hex[:8]}"
+    async with open_services(settings, store, channel) as services, open_stores(settings) as stores:
+        server = Server(_config(settings, create_app(settings, services, stores)))
+        async with _listed(settings, info):
+            log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+            await server.serve(sockets=[listener])
+            log.info("no more requests; leaving")
+
+
+def _config(settings: ApiSettings, app: FastAPI | None = None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app or FastAPI(),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        server_header=False,
+    )
+
+
+def _set_up_logs(settings: ApiSettings) -> None:
+    """Lines of a request carry its id; uvicorn says what went wrong, and no more."""
+    logs.setup("api", settings.log_level, settings.log_json)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_name_request)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _name_request(record: logging.LogRecord) -> bool:
+    record.request_id = request_id.get()
+    return True
 
 
 def _listen(settings: ApiSettings) -> socket.socket:
@@ -94,22 +120,21 @@ def _listen(settings: ApiSettings) -> socket.socket:
 
 
 @asynccontextmanager
-async def _member_services(settings: ApiSettings, store: Store) -> AsyncIterator[Services]:
-    """The services of a replica that is listed among the deployment's processes."""
-    info = ProcessInfo("api", extra={"name": settings.name} if settings.name else {})
-    name = f"api-{info.host}-{info.pid}-{uuid.uuid4().hex[:8]}"
-    client = connect_async(settings.redis_url, "headrace-api-member", connections=2)
-    membership = Membership(info)
-    async with open_services(settings, store, name) as services:
-        membership.update("ready")
-        beats = asyncio.create_task(_beat(membership, client))
+async def _listed(settings: ApiSettings, info: ProcessInfo) -> AsyncIterator[None]:
+    """Be listed among the deployment's processes for the time of the block."""
+    client, membership = connect_async(settings.redis_url, "api-member", connections=2), Membership(info)
+    membership.update("ready")
+    beats = asyncio.create_task(_beat(membership, client))
+    try:
+        yield
+    finally:
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
         try:
-            yield services
-        finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
-            await _leave(membership, client)
-    await client.aclose()
+            await membership.leave_async(client)
+        except STORE_ERRORS as e:
+            log.info("this replica is listed until its heartbeat runs out: %s", e)
+        await client.aclose()
 
 
 async def _beat(membership: Membership, client: AsyncClient) -> None:
@@ -119,10 +144,3 @@ async def _beat(membership: Membership, client: AsyncClient) -> None:
         except STORE_ERRORS as e:
             log.warning("this replica's heartbeat was not written: %s", e)
         await asyncio.sleep(Membership.BEAT_EVERY_S)
-
-
-async def _leave(membership: Membership, client: AsyncClient) -> None:
-    try:
-        await membership.leave_async(client)
-    except (StoreUnavailable, *STORE_ERRORS) as e:
-        log.info("this replica is listed until its heartbeat runs out: %s", e)

@@ -17,7 +17,7 @@ from .errors import as_request_error, error_response
 log = logging.getLogger(__name__)
 
 # Of the request under way, for log lines; a client's own id where it sent a harmless one.
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 _HARMLESS = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 

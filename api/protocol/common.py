@@ -44,7 +44,8 @@ StrList = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_
 TokenIds = list[Annotated[int, Field(ge=0, le=2**32)]]
 TopK = Annotated[int, AfterValidator(_top_k)]
 
-# One prompt or several, as text or as token ids. The tags keep an error to the form that was sent; no field is called so.
+# One prompt or several, as text or as token ids. The tags keep an error to the form that was sent; no field has
+# such a name.
 _Text = Annotated[str, Tag("<text>")]
 _Texts = Annotated[list[str], Tag("<texts>"), Field(min_length=1)]
 _Ids = Annotated[TokenIds, Tag("<ids>"), Field(min_length=1)]

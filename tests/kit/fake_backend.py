@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from fastapi import FastAPI
 from headrace.api.app import create_app
 from headrace.api.backend import Backend
 from headrace.api.services import Services, build
@@ -163,12 +164,7 @@ def services(backend: FakeBackend, settings: ApiSettings | None = None) -> Servi
     return build(settings or ApiSettings(), Backend(backend, backend, backend, backend))
 
 
-def app(backend: FakeBackend, settings: ApiSettings | None = None) -> object:
+def app(backend: FakeBackend, settings: ApiSettings | None = None) -> FastAPI:
     """The application over `backend`."""
     settings = settings or ApiSettings()
-
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[Services]:
-        yield services(backend, settings)
-
-    return create_app(settings, opened)
+    return create_app(settings, services(backend, settings))
