@@ -95,6 +95,7 @@ class Scheduler:
             self._release(sequence)
         else:
             self._waiting[sequence.lane].remove(sequence)
+        self.stalled = self.stalled and any(self._waiting.values())
         return sequence
 
     def schedule(self) -> list[Slice]:
