@@ -18,6 +18,8 @@ class Observation:
     def __init__(self, metrics: Metrics, plan: Plan) -> None:
         self._metrics = metrics
         self._plan = plan
+        self._first_token = metrics.time_to_first_token.labels(plan.model)
+        self._between_tokens = metrics.inter_token_latency.labels(plan.model)
         self._began = time.perf_counter()
         self._last: dict[int, tuple[float, int]] = {}  # choice → when it last moved, tokens then
 
@@ -30,11 +32,11 @@ class Observation:
     def _chunk(self, index: int, chunk: TextChunk) -> None:
         now, tokens = time.perf_counter(), chunk.usage.completion_tokens
         if not self._last:
-            self._metrics.time_to_first_token.labels(self._plan.model).observe(now - self._began)
+            self._first_token.observe(now - self._began)
         at, before = self._last.get(index, (now, tokens))
         if tokens > before:
             # A chunk of several tokens took its time for each of them alike.
-            self._metrics.inter_token_latency.labels(self._plan.model).observe((now - at) / (tokens - before))
+            self._between_tokens.observe((now - at) / (tokens - before))
         self._last[index] = now, tokens
         if chunk.finish is not None:
             self._metrics.count_tokens(self._plan.model, chunk.usage, first_choice=index % self._plan.n == 0)

@@ -5,7 +5,7 @@ A stream's plan is kept beside its first job, so that any replica can go on with
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -56,7 +56,7 @@ class Plan:
         return index // self.n
 
     def encode(self) -> bytes:
-        return orjson.dumps(asdict(self))
+        return orjson.dumps(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Plan:

@@ -90,7 +90,7 @@ class TextFeed:
             # More than once: redis-py swallows a cancellation that comes while it connects.
             for task in pending:
                 task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
+            _done, pending = await asyncio.wait(pending, timeout=0.1)
 
     @asynccontextmanager
     async def follow(
