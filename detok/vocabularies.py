@@ -29,22 +29,21 @@ class Vocabularies:
     def __init__(self, client: Client, held: Callable[[], AbstractContextManager[None]]) -> None:
         self._client = client
         self._held = held
-        self._refused: set[str] = set()  # told about once
+        self._seen: set[bytes] = set()  # cards, each looked at once
         self.get = lru_cache(maxsize=KEPT)(self._load)
 
     def prepare(self) -> None:
         """Load what registered models use, before the first request waits for it."""
-        for name, card in self._client.hgetall(keys.MODELS).items():
+        for name, raw in self._client.hgetall(keys.MODELS).items():
+            if raw in self._seen:
+                continue
+            self._seen.add(raw)
             try:
-                self._prepare(ModelCard.decode(card))
+                card = ModelCard.decode(raw)
+                if card.task == "generate":
+                    self.get(card.tokenizer)
             except ProtocolError as e:
-                if name not in self._refused:
-                    self._refused.add(name)
-                    log.warning("requests of %s cannot be decoded here: %s", name.decode(), e)
-
-    def _prepare(self, card: ModelCard) -> None:
-        if card.task == "generate":
-            self.get(card.tokenizer)
+                log.warning("requests of %s cannot be decoded here: %s", name.decode(), e)
 
     def _load(self, sha256: str) -> Vocabulary:
         blob = get_blob(self._client, sha256)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,8 +23,16 @@ from headrace.shared import keys
 from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.ids import new_family, shard_in
 from headrace.shared.job_queue import AsyncJobQueue, JobQueue
-from headrace.shared.messages import Finish, GenerateJob, SamplingParams, TextChunk, TokenChunk, TokenLogprob
-from headrace.shared.registry import Membership, ProcessInfo, processes
+from headrace.shared.messages import (
+    Finish,
+    GenerateJob,
+    ModelCard,
+    SamplingParams,
+    TextChunk,
+    TokenChunk,
+    TokenLogprob,
+)
+from headrace.shared.registry import Membership, ProcessInfo, processes, register_model
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.text_stream import TextStream, decode_entry
@@ -341,6 +349,21 @@ def test_poison_ends_its_request_and_no_other(rig: Rig) -> None:
         for rid in (damaged, unknown):
             rig.finished(rid)
             assert rig.chunks(rid)[-1].finish == Finish("error", message="The request's tokens cannot be decoded.")
+
+
+def test_registered_tokenizers_are_loaded_before_they_are_needed(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def card(name: str, tokenizer: str) -> ModelCard:
+        return ModelCard(name, pool=name, tokenizer=tokenizer, context_length=8, vocab_size=300)
+
+    register_model(rig.client, card("good", SHA), KIT.blob)
+    rig.client.hset(keys.MODELS, "without", card("without", "0" * 64).encode())
+    rig.client.hset(keys.MODELS, "future", b'{"v":99}')
+    vocabularies = Vocabularies(rig.client, nullcontext)
+    for _ in range(2):
+        vocabularies.prepare()
+    assert sorted(record.getMessage().split()[2] for record in caplog.records) == ["future", "without"]  # once each
+    rig.client.delete(keys.blob(SHA))
+    assert vocabularies.get(SHA).kind == "byte_level"
 
 
 def test_merge_joins_what_follows() -> None:
