@@ -204,6 +204,37 @@ def test_a_batch_whose_time_is_over(client: openai.OpenAI, settings: BatchSettin
     assert {e["error"]["code"] for e in errors.values()} == {"batch_expired"}
 
 
+def test_a_batch_that_nobody_drove_in_time(client: openai.OpenAI, settings: BatchSettings) -> None:
+    made = create(client, lines(3))
+    set_field(settings, made.id, "expires_at", made.created_at - 1)
+    answerer = EchoAnswerer()
+    drive(settings, made.id, answerer)
+    batch = client.batches.retrieve(made.id)
+    assert (batch.status, counts(batch), batch.output_file_id) == ("expired", (3, 0, 0), None)
+    assert len(read(client, batch.error_file_id)) == 3
+    assert not answerer.submitted
+
+
+def test_a_batch_that_was_done_in_time_is_completed_later(client: openai.OpenAI, settings: BatchSettings) -> None:
+    made = create(client, lines(3))
+
+    async def answer_all_and_vanish() -> None:
+        folder = Path(settings.data_dir) / "batches" / made.id
+        async with open_stores(settings) as stores:
+            lease = await BatchLease.take(stores.batches, made.id, "one", 10)
+            assert lease is not None
+            await lease.start(3, "m")
+            results = [LineResult(n + 1, f"c{n}", "r", 200, {}) for n in range(3)]
+            await lease.commit(write_segment(folder, "000001-000000.seg", made.id, results))
+
+    asyncio.run(answer_all_and_vanish())
+    set_field(settings, made.id, "expires_at", made.created_at - 1)
+    set_field(settings, made.id, "lease_until", 0)
+    drive(settings, made.id)
+    batch = client.batches.retrieve(made.id)
+    assert (batch.status, counts(batch), batch.error_file_id) == ("completed", (3, 3, 0), None)
+
+
 # -- drivers that die --------------------------------------------------------------------------------------------------
 
 

@@ -120,19 +120,30 @@ class BatchDriver:
         """Answer lines until the slice, the batch or its time is over."""
         slice_ends = time.monotonic() + self._settings.batch_slice_s
         segment_numbers = count()
+        await self._settle(lease)
         while lease.batch.status == "in_progress":
-            window.fill(deadline_s=lease.batch.expires_at - lease.now_s + LATE_S)
-            tick_ends = time.monotonic() + TICK_S
-            while time.monotonic() < tick_ends and window.running and len(window.finished) < SEGMENT_LINES:
-                await window.wait(TICK_S / 4)
-                window.fill(deadline_s=lease.batch.expires_at - lease.now_s + LATE_S)
+            await self._answer_for_a_tick(lease, window)
             await self._save(lease, window, f"{lease.batch.epoch:06}-{next(segment_numbers):06}.seg")
-            if window.empty:
-                await lease.finalize("completed")
-            elif lease.now_s >= lease.batch.expires_at:
-                await lease.finalize("expired")
-            elif self._draining() or time.monotonic() >= slice_ends:
+            await self._settle(lease)
+            if self._draining() or time.monotonic() >= slice_ends:
                 return
+
+    async def _settle(self, lease: BatchLease) -> None:
+        """See whether lines are left, and time for them."""
+        if lease.batch.unanswered == 0:
+            await lease.finalize("completed")
+        elif lease.now_s >= lease.batch.expires_at:
+            await lease.finalize("expired")
+
+    async def _answer_for_a_tick(self, lease: BatchLease, window: Window) -> None:
+        """Keep the window filled until the tick is over, or a segment is full."""
+        deadline_s = lease.batch.expires_at - lease.now_s + LATE_S
+        tick_ends = time.monotonic() + TICK_S
+        window.fill(deadline_s)
+        assert window.running or window.finished, f"{lease.batch.id}: its input has fewer lines than were counted"
+        while window.running and len(window.finished) < SEGMENT_LINES and time.monotonic() < tick_ends:
+            await window.wait(TICK_S / 4)
+            window.fill(deadline_s)
 
     async def _save(self, lease: BatchLease, window: Window, name: str) -> None:
         """Make the window's results durable; without any, hold on to the batch."""

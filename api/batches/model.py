@@ -95,6 +95,11 @@ class Batch:
     def ended(self) -> bool:
         return self.status in TERMINAL
 
+    @property
+    def unanswered(self) -> int:
+        """Lines that have neither an answer nor an error yet."""
+        return self.total - self.counts.completed - self.counts.failed
+
     def body(self) -> dict[str, Any]:
         """The JSON that clients see."""
         c = self.counts

@@ -64,12 +64,8 @@ class Window:
         self._running: dict[asyncio.Task[LineResult], LineRequest] = {}
 
     @property
-    def empty(self) -> bool:
-        """Nothing runs and nothing waits to be written: after `fill`, the batch has no more lines."""
-        return not self._running and not self.finished
-
-    @property
     def running(self) -> int:
+        """How many lines are in the queue."""
         return len(self._running)
 
     def fill(self, deadline_s: float) -> None:
