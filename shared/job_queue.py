@@ -20,7 +20,7 @@ from . import keys
 from .clients import TRANSIENT, AsyncClient, Client, as_overloaded
 from .errors import InvalidRequest, Overloaded, ProtocolError, StoreUnavailable, Unavailable
 from .ids import choices, shard_in
-from .messages import LANES, Finish, GenerateJob, Lane
+from .messages import LANES, Finish, GenerateJob
 from .scripts import AsyncScripts, Call, Scripts
 from .store import ADMIT_BELOW
 
@@ -33,6 +33,11 @@ class Claim:
     epoch: int
     produced: int
     attempts: int
+
+    @property
+    def suspect(self) -> bool:
+        """One more death before a token and the request is given up."""
+        return self.attempts >= keys.MAX_ATTEMPTS - 1
 
 
 def by_shard(rids: Iterable[str]) -> list[tuple[int, list[str]]]:
@@ -49,31 +54,44 @@ class JobQueue:
         self._shards = shards
         self._first = 0  # the shard to ask first next time: none is favoured
 
-    def pull(self, pool: str, *, owner: str, consumer: str, slots: int, lease_s: float) -> list[Claim]:
+    def pull(
+        self, pool: str, *, owner: str, consumer: str, slots: int, lease_s: float, quiet: bool = True
+    ) -> list[Claim]:
         """Claim up to `slots` waiting jobs, lane by lane over all shards.
 
         A body that cannot be read is poison: its client is answered, and it is not returned.
+
+        Args:
+            quiet: every job that the caller holds has published a token since its claim, so none would be charged for
+                the death of another. A suspect (`Claim.suspect`) is handed over then, and alone; until then nothing is.
         """
         claims: list[Claim] = []
-        for lane, shard in self._waiting(pool):
+        for lane, shard in self._waiting(pool, quiet):
             if len(claims) >= slots:
                 break
-            args = (pool, owner, consumer, slots - len(claims), int(lease_s * 1000), lane)
+            wanted = 1 if lane == "suspect" else slots - len(claims)
+            args = (pool, owner, consumer, wanted, int(lease_s * 1000), lane)
             for reply in self._scripts.call(Call("pull", shard, args)):
                 claim = self._claim(owner, reply)
                 if claim is not None:
                     claims.append(claim)
+            if lane == "suspect" and claims:
+                break
         return claims
 
-    def _waiting(self, pool: str) -> list[tuple[Lane, int]]:
-        """Lanes and shards in which somebody waits, interactive lanes first."""
+    def _waiting(self, pool: str, quiet: bool) -> list[tuple[str, int]]:
+        """Lanes and shards in which somebody waits: suspects, then interactive lanes, then the rest."""
         shards = [(self._first + i) % self._shards for i in range(self._shards)]
         self._first = (self._first + 1) % self._shards
-        places = [(lane, shard) for lane in LANES for shard in shards]
+        places: list[tuple[str, int]] = [("suspect", shard) for shard in shards]
+        places += [(lane, shard) for lane in LANES for shard in shards]
         pipe = self._client.pipeline(transaction=False)
         for lane, shard in places:
-            pipe.exists(keys.tenants(shard, pool, lane))
-        return [place for place, there in zip(places, pipe.execute(), strict=True) if there]
+            pipe.exists(keys.suspects(shard, pool) if lane == "suspect" else keys.tenants(shard, pool, lane))
+        there = [place for place, found in zip(places, pipe.execute(), strict=True) if found]
+        if there and there[0][0] == "suspect" and not quiet:
+            return []
+        return there
 
     def _claim(self, owner: str, reply: Sequence[Any]) -> Claim | None:
         rid, epoch, produced, attempts, seed, body = reply

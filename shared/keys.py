@@ -5,6 +5,7 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     key                              type     holds
     hr:schema                        hash     major version, number of shards (fixed when the store is first used)
     hr:{s}:tq:<pool>:<lane>:<tenant> list     waiting rids of one tenant
+    hr:{s}:sq:<pool>                 list     waiting rids whose next death is their last, of all lanes
     hr:{s}:tv:<pool>:<lane>          zset     tenants that wait, by virtual token time
     hr:{s}:depth:<pool>              hash     lane → waiting; `clock:<lane>` → virtual time of the last one served
     hr:{s}:jobs:<pool>:<lane>        stream   what workers hold now, group `workers`; one entry per running rid
@@ -58,7 +59,7 @@ GROUP = "workers"
 KEEP_STREAM_MS = 600_000  # text of a finished stream: a client may come back for it
 KEEP_WHOLE_MS = 30_000  # text of a finished request that was not streamed: only a repair reads it again
 PROCESS_TTL_MS = 15_000  # a process that says nothing for so long is gone
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 3  # deaths of a request's worker before it published a token; SUSPECT_AT in lua/common.lua is one less
 
 
 def prefix(shard: int) -> str:
@@ -106,8 +107,12 @@ def jobs(shard: int, pool: str, lane: Lane) -> str:
     return f"{prefix(shard)}jobs:{pool}:{lane}"
 
 
-def tenants(shard: int, pool: str, lane: Lane) -> str:
+def tenants(shard: int, pool: str, lane: str) -> str:
     return f"{prefix(shard)}tv:{pool}:{lane}"
+
+
+def suspects(shard: int, pool: str) -> str:
+    return f"{prefix(shard)}sq:{pool}"
 
 
 def depth(shard: int, pool: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from headrace.shared import keys
@@ -208,6 +209,36 @@ def test_three_deaths_without_a_token_are_the_end(rig: Rig) -> None:
     assert end.finish is not None
     assert (end.finish.type, end.finish.status) == ("error", 500)
     assert rig.client.xlen(keys.dead(shard_in(rid))) == 1
+
+
+def test_a_suspect_is_handed_over_alone_and_only_to_a_quiet_worker(rig: Rig) -> None:
+    rids = rig.submit(n=3)
+    for attempt in range(2):
+        assert len(rig.pull(owner=f"w{attempt}")) == 3
+        for rid in rids:
+            rig.expire_lease(rid)
+        rig.sweep()
+    (other,) = rig.submit()
+    pull = partial(rig.queue.pull, "m", owner="w2", consumer="host:w2", slots=100, lease_s=LEASE_S)
+    assert pull(quiet=False) == []
+    seen = []
+    for _ in range(3):
+        (claim,) = pull(quiet=True)
+        assert claim.suspect
+        seen.append(claim.job.rid)
+    assert sorted(seen) == sorted(rids)
+    assert [c.job.rid for c in pull(quiet=False)] == [other]
+
+
+def test_a_waiting_suspect_can_be_cancelled(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    for _ in range(2):
+        rig.pull()
+        rig.expire_lease(rid)
+        rig.sweep()
+    rig.queue.cancel([rid], Finish("abort"))
+    assert rig.pull() == []
+    assert rig.client.hget(keys.depth(shard_in(rid), "m"), "std") == b"0"
 
 
 def test_a_token_clears_the_attempts(rig: Rig) -> None:

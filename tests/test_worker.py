@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from openai import InternalServerError, OpenAI
 
 SHARDS = keys.DEFAULT_SHARDS
 LEASE = ("--lease-s", "3")
-SCRIPTS = [
+SCRIPTS: list[dict[str, Any]] = [
     {"when": "slow", "tokens": 60, "tokens_per_s": 20},
     {"when": "poison", "die_at": 0, "tokens": 5},
     {"when": "dies at seven", "die_at": 7, "tokens": 30, "step_ms": 5},
@@ -50,10 +51,13 @@ def register(deployment: Deployment) -> subprocess.Popen[bytes]:
     return worker
 
 
+def chat(client: OpenAI, content: str, stream: bool = False) -> Any:
+    create: Any = client.chat.completions.create
+    return create(model="m", messages=[{"role": "user", "content": content}], max_tokens=100, stream=stream)
+
+
 def ask(client: OpenAI, content: str) -> str:
-    messages = [{"role": "user", "content": content}]
-    reply = client.chat.completions.create(model="m", messages=messages, max_tokens=100)  # type: ignore[call-overload]
-    return str(reply.choices[0].message.content)
+    return str(chat(client, content).choices[0].message.content)
 
 
 def text_of(deployment: Deployment, tokens: int) -> str:
@@ -64,10 +68,7 @@ def text_of(deployment: Deployment, tokens: int) -> str:
 
 def first_deltas(client: OpenAI, content: str, count: int) -> tuple[Iterator[str], str]:
     """A stream of which `count` deltas were read: the rest, and what was read."""
-    messages = [{"role": "user", "content": content}]
-    stream = client.chat.completions.create(  # type: ignore[call-overload]
-        model="m", messages=messages, max_tokens=100, stream=True
-    )
+    stream = chat(client, content, stream=True)
     deltas = (chunk.choices[0].delta.content or "" for chunk in stream)
     return deltas, "".join(next(deltas) for _ in range(count))
 

@@ -71,7 +71,7 @@ class Worker:
         self._pool = engine.card.pool
         self._hints = dict.fromkeys((keys.new_jobs(s, self._pool) for s in range(shards)), b"0-0")
         self._held: dict[str, Held] = {}
-        self._suspects: list[Claim] = []  # one more death and these are given up: each runs alone
+        self._suspect: str | None = None  # the rid that runs beside no other that could be charged for its death
         self._outage = False
         self._drain_until: float | None = None
 
@@ -118,11 +118,8 @@ class Worker:
         try:
             if self._outage:
                 self._recover()
-            if self._suspects:
-                self._try_suspect()
-                return
             slots = self._engine.free_slots()
-            if slots > 0:
+            if slots > 0 and not self._under_suspicion():
                 for claim in self._pull(slots):
                     self._admit(claim)
         except TRANSIENT as e:
@@ -130,8 +127,18 @@ class Worker:
 
     def _pull(self, slots: int) -> list[Claim]:
         return self._queue.pull(
-            self._pool, owner=self._owner, consumer=self._consumer, slots=slots, lease_s=self._lease_s
+            self._pool,
+            owner=self._owner,
+            consumer=self._consumer,
+            slots=slots,
+            lease_s=self._lease_s,
+            quiet=not any(held.fresh for held in self._held.values()),
         )
+
+    def _under_suspicion(self) -> bool:
+        """Whether a suspect runs that has made no token yet: nothing else is claimed until it has, or has ended."""
+        held = self._held.get(self._suspect or "")
+        return held is not None and held.fresh
 
     def _recover(self) -> None:
         given_back = self._queue.recover(self._pool, owner=self._owner, consumer=self._consumer, held=self._held)
@@ -139,22 +146,12 @@ class Worker:
         log.info("Redis answers again; gave back %d jobs whose hand-over was cut", given_back)
 
     def _admit(self, claim: Claim) -> None:
-        """Give a claimed job to the engine; one that was twice together with a death waits to run alone."""
+        """Give a claimed job to the engine."""
         rid = claim.job.rid
         self._let_go(rid)  # our own lease on it may have run out, and we be the next to claim it
         self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
-        if claim.attempts >= keys.MAX_ATTEMPTS - 1:
-            self._suspects.append(claim)
-            return
-        self._start(claim)
-
-    def _try_suspect(self) -> None:
-        """Start the first suspect once the engine is empty. Nothing is pulled until it has made a token or ended."""
-        if not self._engine.running():
-            self._start(self._suspects.pop(0))
-
-    def _start(self, claim: Claim) -> None:
-        rid = claim.job.rid
+        if claim.suspect:
+            self._suspect = rid
         try:
             produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
             self._engine.add(claim.job, produced)
@@ -219,7 +216,6 @@ class Worker:
     def _let_go(self, rid: str) -> None:
         self._engine.abort(rid)
         self._held.pop(rid, None)
-        self._suspects = [claim for claim in self._suspects if claim.job.rid != rid]
 
     def _rest(self) -> None:
         """Nothing to do: check that nothing leaked, then wait for a hint, a second at most."""

@@ -41,13 +41,21 @@ local function drop_job(h)
   redis.call('XDEL', jobs, h.jid)
 end
 
+-- A request whose next death is its last (see `lost` in sweep.lua) waits apart: a worker runs it beside no other that
+-- could be charged for its death.
+local SUSPECT_AT = 2
+
+local function queue_of(h)
+  if tonumber(h.att) >= SUSPECT_AT then return P .. 'sq:' .. h.pl end
+  return P .. 'tq:' .. h.pl .. ':' .. h.ln .. ':' .. h.tn
+end
+
 -- Let a request wait for a worker. `front`: it has waited before and goes first.
 local function enqueue(rid, h, front)
-  local queue = P .. 'tq:' .. h.pl .. ':' .. h.ln .. ':' .. h.tn
   local vtimes, depth = P .. 'tv:' .. h.pl .. ':' .. h.ln, P .. 'depth:' .. h.pl
-  redis.call(front and 'LPUSH' or 'RPUSH', queue, rid)
+  redis.call(front and 'LPUSH' or 'RPUSH', queue_of(h), rid)
   redis.call('HINCRBY', depth, h.ln, 1)
-  if not redis.call('ZSCORE', vtimes, h.tn) then
+  if tonumber(h.att) < SUSPECT_AT and not redis.call('ZSCORE', vtimes, h.tn) then
     -- A tenant that comes back starts at the present virtual time: idling earns no credit.
     redis.call('ZADD', vtimes, redis.call('HGET', depth, 'clock:' .. h.ln) or 0, h.tn)
   end
@@ -55,7 +63,7 @@ local function enqueue(rid, h, front)
 end
 
 local function dequeue(rid, h)
-  if redis.call('LREM', P .. 'tq:' .. h.pl .. ':' .. h.ln .. ':' .. h.tn, 1, rid) > 0 then
+  if redis.call('LREM', queue_of(h), 1, rid) > 0 then
     redis.call('HINCRBY', P .. 'depth:' .. h.pl, h.ln, -1)
   end
 end

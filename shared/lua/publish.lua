@@ -29,7 +29,7 @@ end
 local function one(i)
   local rid, text, meta = ARGV[i], ARGV[i + 4], ARGV[i + 5]
   local key = P .. 'r:' .. rid
-  local f = redis.call('HMGET', key, 'st', 'c', 'o', 'xk', 'to', 'jid', 'pl', 'ln', 'tn', 'kp')
+  local f = redis.call('HMGET', key, 'st', 'c', 'o', 'xk', 'to', 'jid', 'pl', 'ln', 'tn', 'kp', 'att')
   if not f[1] or f[1] == 'done' then return -2 end
   if f[2] ~= ARGV[i + 1] or f[3] ~= ARGV[i + 3] then return -3 end
   local before, xk = f[3], f[4]
@@ -45,7 +45,7 @@ local function one(i)
   end
   redis.call('HSET', key, 'c', ARGV[i + 2], 'o', o, 'xk', xk, 'ds', ARGV[i + 6])
   if ARGV[i + 8] == '1' then
-    done(rid, {st = f[1], jid = f[6], pl = f[7], ln = f[8], tn = f[9], kp = f[10]}, o)
+    done(rid, {st = f[1], jid = f[6], pl = f[7], ln = f[8], tn = f[9], kp = f[10], att = f[11]}, o)
   end
   return 1
 end

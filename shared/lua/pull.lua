@@ -1,10 +1,23 @@
 -- pull: choose lane and tenant now, when there is room, hand over and claim.
--- ARGV: pool owner consumer slots lease_ms lane…
+-- ARGV: pool owner consumer slots lease_ms lane…      (the lane `suspect` holds those whose next death is their last)
 -- Replies a list of {rid, epoch, tokens published, attempts, seed, body}.
 local pool, owner, consumer, slots = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local now, out = clock_ms(), {}
 
+local function next_suspect()
+  while true do
+    local rid = redis.call('LPOP', P .. 'sq:' .. pool)
+    if not rid then return nil end
+    local h = load(rid)
+    if h and h.st == 'q' then
+      redis.call('HINCRBY', P .. 'depth:' .. pool, h.ln, -1)
+      return rid, h
+    end
+  end
+end
+
 local function next_waiting(lane)
+  if lane == 'suspect' then return next_suspect() end
   local vtimes, depth = P .. 'tv:' .. pool .. ':' .. lane, P .. 'depth:' .. pool
   while true do
     local first = redis.call('ZRANGE', vtimes, 0, 0, 'WITHSCORES')
@@ -25,8 +38,8 @@ local function next_waiting(lane)
   end
 end
 
-local function claim(rid, h, lane, body)
-  local jobs = P .. 'jobs:' .. pool .. ':' .. lane
+local function claim(rid, h, body)
+  local jobs = P .. 'jobs:' .. pool .. ':' .. h.ln
   redis.pcall('XGROUP', 'CREATE', jobs, GROUP, '0', 'MKSTREAM')
   local jid = redis.call('XADD', jobs, '*', 'r', rid)
   redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', jobs, '>')
@@ -51,7 +64,7 @@ for i = 6, #ARGV do
     elseif not body then
       finish(rid, h, '{"type":"error","status":500,"message":"The request body was lost; send it again."}')
     else
-      claim(rid, h, ARGV[i], body)
+      claim(rid, h, body)
     end
   end
 end

@@ -14,7 +14,7 @@ if own + n > tonumber(ARGV[13]) then count('refused') return {'full', own} end
 redis.call('HSET', P .. 'b:' .. family, 'body', ARGV[15], 'left', n)
 for i = 0, n - 1 do
   local rid = family .. '.' .. i
-  local h = {pl = pool, ln = lane, tn = tenant, st = 'q', lu = 0, dl = now + ARGV[6],
+  local h = {pl = pool, ln = lane, tn = tenant, st = 'q', att = 0, lu = 0, dl = now + ARGV[6],
              rd = ARGV[7] ~= '' and now + ARGV[7] or ''}
   redis.call('HSET', P .. 'r:' .. rid, 'v', 1, 'st', 'q', 'n', 0, 'c', 0, 'o', 0, 'xk', 0, 'ep', 0, 'ow', '', 'lu', 0,
     'cn', 0, 'att', 0, 'jid', '', 'cx', '', 'dl', h.dl, 'pl', pool, 'ln', lane, 'tn', tenant, 'ct', ARGV[10],

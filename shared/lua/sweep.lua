@@ -7,6 +7,7 @@ local now, limit, max_attempts = clock_ms(), tonumber(ARGV[1]), tonumber(ARGV[3]
 local function lost(rid, h)
   -- The worker said nothing for a lease. Only a claim that made no token is held against the request.
   local attempts = h.n == h.cn and h.att + 1 or 0
+  h.att = attempts
   redis.call('HSET', P .. 'r:' .. rid, 'att', attempts)
   if attempts >= max_attempts then
     count('dead')
