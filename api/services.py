@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..shared.async_job_queue import AsyncJobQueue
 from ..shared.clients import AsyncClient, connect_async
 from ..shared.errors import ConfigError, InvalidRequest
-from ..shared.job_queue import AsyncJobQueue
 from ..shared.registry import ModelRegistry, ProcessInfo, processes_async
 from ..shared.store import Store
 from ..shared.text_feed import TextFeed

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from headrace.detok.streams import Streams
 from headrace.detok.vocab import Vocabulary
+from headrace.shared.async_job_queue import AsyncJobQueue
 from headrace.shared.clients import connect, connect_async
 from headrace.shared.ids import new_family, shard_in
-from headrace.shared.job_queue import AsyncJobQueue, JobQueue
+from headrace.shared.job_queue import JobQueue
 from headrace.shared.keys import DEFAULT_SHARDS
 from headrace.shared.messages import GenerateJob, SamplingParams, TokenChunk
 from headrace.shared.scripts import Scripts

@@ -1,4 +1,4 @@
-"""The job queue: who waits, who runs, who gives up. Synchronous for workers and detokenizers, asyncio for the api.
+"""The job queue: who waits, who runs, who gives up. The side of workers and detokenizers.
 
 A request waits in its tenant's list; `pull` moves it to the workers' stream and claims it in one step, so that lane and
 tenant are chosen when there is room, not at arrival. It leaves the stream in one of four ways: its end was written
@@ -7,7 +7,6 @@ tenant are chosen when there is room, not at arrival. It leaves the stream in on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,12 +16,11 @@ import redis
 import redis.exceptions
 
 from . import keys
-from .clients import TRANSIENT, AsyncClient, Client, as_overloaded
-from .errors import InvalidRequest, Overloaded, ProtocolError, StoreUnavailable, Unavailable
-from .ids import choices, shard_in
+from .clients import Client
+from .errors import ProtocolError
+from .ids import shard_in
 from .messages import LANES, Finish, GenerateJob
-from .scripts import AsyncScripts, Call, Scripts
-from .store import ADMIT_BELOW
+from .scripts import Call, Scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,131 +170,3 @@ class JobQueue:
         """
         args = (limit, int(reclaim), keys.MAX_ATTEMPTS, text_budget)
         return int(self._scripts.call(Call("sweep", shard, args))) >= limit
-
-
-class AsyncJobQueue:
-    """The api's and the batch driver's side. A call gives up after a few seconds: a client waits.
-
-    Args:
-        memory: bytes that Redis may use; the door closes at `ADMIT_BELOW` of them. 0: it never does.
-        max_waiting: how many choices may wait in one lane of one pool, in all.
-        max_waiting_tenant: the same for one tenant.
-    """
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        shards: int,
-        *,
-        memory: int = 0,
-        max_waiting: int = 10_000,
-        max_waiting_tenant: int = 10_000,
-    ) -> None:
-        self._client = client
-        self._scripts = AsyncScripts(client)
-        self.shards = shards
-        self._memory = memory
-        self._memory_used = 0
-        self._memory_read_at = float("-inf")
-        # Requests spread over the shards by hash, so a shard's share has room for an uneven hand.
-        self._max_lane = max(64, 2 * max_waiting // shards)
-        self._max_tenant = max(64, 2 * max_waiting_tenant // shards)
-
-    async def submit(
-        self,
-        job: GenerateJob,
-        *,
-        n: int = 1,
-        deadline_s: float,
-        reader_lease_s: float | None,
-        keep_s: float,
-        reader: str = "",
-        plan: bytes = b"",
-    ) -> tuple[str, ...]:
-        """Accept a family of `n` choices. Submitting the same family again changes nothing.
-
-        Args:
-            job: its `rid` is the family's id, its `sampling.sampling_seed` that of choice 0.
-            reader_lease_s: the request is cancelled when nobody has touched it for so long; None: it has no reader.
-            keep_s: how long the text stays once the request is done.
-            reader: name of the api replica to push text to.
-            plan: what any api replica must know to go on with the answer; `plan` reads it as long as the text is kept.
-
-        Returns:
-            The rids of the choices.
-
-        Raises:
-            Overloaded: the queue or the memory is full.
-            Unavailable: Redis does not answer.
-        """
-        await self._check_memory()
-        shard, seed = shard_in(job.rid), job.sampling.sampling_seed
-        if seed is None:
-            raise InvalidRequest("A job has no seed: the api chooses one.", param="seed")
-        expected = min(job.sampling.max_new_tokens or 0, 512)  # the most that fairness charges in advance
-        lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
-        args = (
-            *(job.rid, n, job.pool, job.lane, job.tenant, int(deadline_s * 1000), lease, int(keep_s * 1000), reader),
-            *(len(job.input_ids) + expected, seed, self._max_lane, self._max_tenant),
-            *(job.decode_params().encode(), job.encode(), plan),
-        )
-        try:
-            reply = await self._scripts.call(Call("submit", shard, args))
-        except redis.exceptions.ResponseError as e:
-            overloaded = as_overloaded(e)
-            raise overloaded or e from e
-        except StoreUnavailable as e:
-            raise Unavailable("The queue does not answer; try again later.") from e
-        if reply[0] == b"full":
-            raise Overloaded(f"The queue is full: {reply[1]} requests wait; try again later.", retry_after_s=2)
-        return choices(job.rid, n)
-
-    async def _check_memory(self) -> None:
-        """Refuse while there is still room to finish what runs. Memory is read once a second at most."""
-        if not self._memory:
-            return
-        if time.monotonic() - self._memory_read_at > 1.0:
-            self._memory_read_at = time.monotonic()
-            try:
-                self._memory_used = int((await self._client.info("memory"))["used_memory"])
-            except TRANSIENT as e:
-                raise Unavailable("The queue does not answer; try again later.") from e
-        if self._memory_used > ADMIT_BELOW * self._memory:
-            raise Overloaded("The queue's memory is nearly full; try again later.", retry_after_s=5, code="memory_full")
-
-    async def cancel(self, rids: Iterable[str], reason: str = "The request was cancelled.") -> int:
-        """End requests. Returns how many were still generating."""
-        finish = Finish("abort", message=reason).encode()
-        calls = [Call("cancel", shard, (finish, *group)) for shard, group in by_shard(rids)]
-        return sum(await self._scripts.call_many(calls)) if calls else 0
-
-    async def touch(self, rids: Iterable[str], *, reader_lease_s: float | None, reader: str) -> dict[str, bool]:
-        """Renew the reader leases and have text pushed to `reader`. Returns which requests are still there."""
-        lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
-        groups = by_shard(rids)
-        replies = await self._scripts.call_many([Call("touch", s, (lease, reader, 0, *group)) for s, group in groups])
-        return {
-            rid: bool(there)
-            for (_, group), reply in zip(groups, replies, strict=True)
-            for rid, there in zip(group, reply, strict=True)
-        }
-
-    async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None:
-        """Read no more: the requests end after `grace_s`, unless another reader has come or comes by then."""
-        calls = [Call("touch", s, (int(grace_s * 1000), reader, 1, *group)) for s, group in by_shard(rids)]
-        if calls:
-            await self._scripts.call_many(calls)
-
-    async def plan(self, family: str) -> bytes | None:
-        """What `submit` was given as `plan`; None when the request is not there (any more), or had none."""
-        shard = shard_in(family)
-        value: bytes | None = await self._client.hget(keys.request(shard, f"{family}.0"), "an")
-        return value
-
-    async def waiting(self, pool: str) -> dict[str, int]:
-        """How many choices wait, by lane."""
-        pipe = self._client.pipeline(transaction=False)
-        for shard in range(self.shards):
-            pipe.hmget(keys.depth(shard, pool), *LANES)
-        rows = await pipe.execute()
-        return {lane: sum(int(row[i] or 0) for row in rows) for i, lane in enumerate(LANES)}

@@ -10,10 +10,11 @@ from functools import partial
 
 import pytest
 from headrace.shared import keys
+from headrace.shared.async_job_queue import AsyncJobQueue
 from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.errors import Overloaded
 from headrace.shared.ids import family_from, new_family, shard_in
-from headrace.shared.job_queue import AsyncJobQueue, Claim, JobQueue
+from headrace.shared.job_queue import Claim, JobQueue
 from headrace.shared.messages import (
     Finish,
     GenerateJob,
