@@ -21,7 +21,7 @@ class Peers:
         self._client = client
         self._me = me
         self._silent_s = silent_s
-        self._beats: dict[str, tuple[float, float]] = {}  # id → last heartbeat it wrote, when we saw that first
+        self._beats: dict[str, tuple[float, float]] = {}  # id → last heartbeat it wrote, when we saw it move
 
     def share(self, shards: int) -> int:
         """How many of the shards are ours. Peers that see the same peers take them all, and no two the same place."""
@@ -37,5 +37,8 @@ class Peers:
         return sorted({self._me, *(i for i, (_, at) in self._beats.items() if now - at < self._silent_s)})
 
     def _seen(self, process_id: str, beat: float, now: float) -> tuple[float, float]:
+        """A peer is alive once its heartbeat moved under our eyes: the dead are still listed for a while."""
         before = self._beats.get(process_id)
-        return before if before is not None and before[0] == beat else (beat, now)
+        if before is None:
+            return beat, float("-inf")
+        return before if before[0] == beat else (beat, now)

@@ -13,6 +13,7 @@ from ..shared.text_stream import ShardLease
 from .peers import Peers
 
 LOADING_S = 30.0  # the longest that a tokenizer should take to load
+UNSHARED_S = 60.0  # after a peer left its share untaken
 
 
 class Shards:
@@ -38,6 +39,7 @@ class Shards:
         self._lease_s = lease_s
         self._next = float("-inf")
         self._free_since: dict[int, float] = {}
+        self._share_again_at = float("-inf")
         self.epochs: dict[int, int] = {}
 
     @property
@@ -50,7 +52,8 @@ class Shards:
         self._next = time.monotonic() + self._lease_s / 3
         self.epochs = self._lease.take(list(self.epochs))
         share = self._peers.share(len(self._all))
-        self.give_up(sorted(self.epochs)[share:])
+        if time.monotonic() > self._share_again_at:
+            self.give_up(sorted(self.epochs)[share:])
         self.epochs |= self._lease.take(self._wanted(share - len(self.epochs)))
 
     def give_up(self, shards: Sequence[int]) -> None:
@@ -77,6 +80,8 @@ class Shards:
         free = self._free()
         self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
         stale = [shard for shard, since in self._free_since.items() if now - since > 2 * self._lease_s]
+        if stale:  # a peer that lives does not take its share: do not leave it ours again at once
+            self._share_again_at = now + UNSHARED_S
         return sorted({*free[: max(0, room)], *stale})
 
     def _free(self) -> list[int]:
