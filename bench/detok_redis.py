@@ -47,6 +47,8 @@ def measure(url: str, vocab: Vocabulary, ids: list[int], requests: int, size: in
     epochs = {claim.job.rid: claim.epoch for claim in claims}
     shards = sorted({shard_in(rid) for rid in rids})
     lease = ShardLease(scripts, "d", 3600).take(shards)
+    if set(lease) != set(shards):
+        raise SystemExit(f"{url} is in use: another detokenizer leases its shards")
     streams = Streams(tokens, TextStream(client, scripts, "d"), lambda sha256: vocab)
     for shard in shards:
         streams.begin(shard)
