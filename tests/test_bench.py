@@ -274,6 +274,8 @@ def test_open_loop_waits_for_nobody() -> None:
         (["--concurrency", "4,0"], "--concurrency (HEADRACE_BENCH_CONCURRENCY)"),
         (["--concurrency", "many"], "--concurrency (HEADRACE_BENCH_CONCURRENCY)"),
         (["--rate", "inf"], "--rate (HEADRACE_BENCH_RATE)"),
+        (["--concurrency", "1,2", "--rate", "3", "--num-requests", "5,6"], "one for each of the 3 levels"),
+        (["--num-requests", "0"], "one number above 0"),
         (["--extra-body", "[1]"], "JSON object"),
         (["--extra-body", "{"], "must be JSON"),
         (["--shared-prefix", "98", "--input-len", "100"], "97 at most"),
@@ -283,6 +285,13 @@ def test_wrong_settings_are_named(argv: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError) as error:
         bench_settings(*argv)
     assert complaint in str(error.value)
+
+
+def test_levels_and_their_requests() -> None:
+    assert bench_settings().levels == [("closed", 1, 64), ("closed", 8, 64), ("closed", 32, 64)]
+    mixed = bench_settings("--concurrency", "4", "--rate", "0.5,2", "--num-requests", "7,8,9")
+    assert mixed.levels == [("closed", 4, 7), ("open", 0.5, 8), ("open", 2, 9)]
+    assert bench_settings("--rate", "2").levels == [("open", 2, 64)]
 
 
 def test_url_with_or_without_version() -> None:

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -21,9 +21,7 @@ from .prompts import PromptSource
 from .requests import request_body
 from .results import LevelResult, summarize
 from .samples import Sample
-from .settings import BenchSettings
-
-DEFAULT_CONCURRENCY = (1, 8, 32)
+from .settings import BenchSettings, Loop
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,34 +49,29 @@ async def measure(settings: BenchSettings, seed: int) -> tuple[str, list[LevelRe
     try:
         model = settings.model or await _first_model(client, settings.url)
         requests = _requests(client, settings, model, seed)
-        levels = _levels(settings, seed)
         await _warm_up(client, settings, [next(requests) for _ in range(settings.warmup)])
         results = []
-        for loop, level, run in levels:
-            batch = [next(requests) for _ in range(settings.num_requests)]
-            cpu = time.process_time()
-            samples = await run(client, batch)
-            results.append(summarize(loop, level, samples, time.process_time() - cpu))
+        for loop, level, count in settings.levels:
+            batch = [next(requests) for _ in range(count)]
+            samples, cpu_s = await _run_level(client, loop, level, batch, seed)
+            results.append(summarize(loop, level, samples, cpu_s))
             _progress(results[-1])
         return model, results
     finally:
         await client.close()
 
 
-Level = tuple[Literal["closed", "open"], float, Callable[[Client, Sequence[bytes]], Awaitable[list[Sample]]]]
-
-
-def _levels(settings: BenchSettings, seed: int) -> list[Level]:
-    concurrency = settings.concurrency or (() if settings.rate else DEFAULT_CONCURRENCY)
-
-    def closed(users: int) -> Level:
-        return "closed", users, lambda client, requests: closed_loop(client.send, requests, users)
-
-    def opened(rate: float) -> Level:
-        arrivals = poisson_arrivals(rate, settings.num_requests, seed)
-        return "open", rate, lambda client, requests: open_loop(client.send, requests, arrivals)
-
-    return [closed(users) for users in concurrency] + [opened(rate) for rate in settings.rate]
+async def _run_level(
+    client: Client, loop: Loop, level: float, requests: Sequence[bytes], seed: int
+) -> tuple[list[Sample], float]:
+    """The samples of a level, and the CPU seconds that this process took meanwhile."""
+    arrivals = poisson_arrivals(level, len(requests), seed) if loop == "open" else []
+    cpu = time.process_time()
+    if loop == "open":
+        samples = await open_loop(client.send, requests, arrivals)
+    else:
+        samples = await closed_loop(client.send, requests, int(level))
+    return samples, time.process_time() - cpu
 
 
 def _requests(client: Client, settings: BenchSettings, model: str, seed: int) -> Iterator[bytes]:

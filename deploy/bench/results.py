@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from .samples import Sample
+from .settings import Loop
 
 TokenSource = Literal["usage", "events", "both", "none"]
 
@@ -44,7 +45,7 @@ class LevelResult:
     `token_source` says who counted `output_tokens`: the server's usage, the events with text, or both in turn.
     """
 
-    loop: Literal["closed", "open"]
+    loop: Loop
     level: float  # requests in flight, or arrivals a second
     requests: int
     completed: int
@@ -65,7 +66,7 @@ class LevelResult:
     client_us_per_event: float | None
 
 
-def summarize(loop: Literal["closed", "open"], level: float, samples: Sequence[Sample], cpu_s: float) -> LevelResult:
+def summarize(loop: Loop, level: float, samples: Sequence[Sample], cpu_s: float) -> LevelResult:
     """The numbers of one level. `cpu_s` is what the generator's process took meanwhile, in seconds of CPU."""
     done = [s for s in samples if s.error is None]
     duration = max((s.end for s in samples), default=0.0) - min((s.start for s in samples), default=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -12,6 +13,9 @@ from pydantic_settings import SettingsConfigDict
 
 from ...shared.settings import FloatTuple, IntTuple, Settings
 from .prompts import UNIQUE_WORDS
+
+Loop = Literal["closed", "open"]
+DEFAULT_CONCURRENCY = (1, 8, 32)
 
 
 class BenchSettings(Settings):
@@ -26,7 +30,7 @@ class BenchSettings(Settings):
     endpoint: Literal["chat", "completions"] = Field("completions", description="which OpenAI route to load")
     concurrency: IntTuple = Field((), description="closed loop: requests in flight, one level each (1,8,32)")
     rate: FloatTuple = Field((), description="open loop: Poisson arrivals a second, one level each (0.5,2)")
-    num_requests: int = Field(64, ge=1, description="requests of a level")
+    num_requests: IntTuple = Field((64,), description="requests of every level, or one number a level (8,32,64)")
     warmup: int = Field(4, ge=0, description="requests before the first level, not counted")
     input_len: int = Field(100, ge=UNIQUE_WORDS, description="words of a prompt, about a token each")
     shared_prefix: int = Field(0, ge=0, description="words at the head of every prompt that all have in common")
@@ -53,6 +57,14 @@ class BenchSettings(Settings):
             raise ValueError("must be above 0")
         return levels
 
+    @field_validator("num_requests")
+    @classmethod
+    def _check_requests(cls, counts: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        levels = len(_levels(info.data.get("concurrency", ()), info.data.get("rate", ())))
+        if len(counts) not in (1, levels) or min(counts) < 1:
+            raise ValueError(f"must be one number above 0, or one for each of the {levels} levels")
+        return counts
+
     @field_validator("shared_prefix")
     @classmethod
     def _check_prefix(cls, prefix: int, info: ValidationInfo) -> int:
@@ -75,6 +87,13 @@ class BenchSettings(Settings):
         return text
 
     @property
+    def levels(self) -> list[tuple[Loop, float, int]]:
+        """What is run, in order: the loop, requests in flight or arrivals a second, and the number of requests."""
+        levels = _levels(self.concurrency, self.rate)
+        counts = self.num_requests if len(self.num_requests) > 1 else self.num_requests * len(levels)
+        return [(loop, level, count) for (loop, level), count in zip(levels, counts, strict=True)]
+
+    @property
     def extra(self) -> dict[str, Any]:
         """`extra_body`, decoded."""
         extra: dict[str, Any] = orjson.loads(self.extra_body)
@@ -84,3 +103,8 @@ class BenchSettings(Settings):
     def path(self) -> str:
         """Route under `url`."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+
+
+def _levels(concurrency: Sequence[int], rate: Sequence[float]) -> list[tuple[Loop, float]]:
+    closed = concurrency or (() if rate else DEFAULT_CONCURRENCY)
+    return [*(("closed", float(users)) for users in closed), *(("open", r) for r in rate)]
