@@ -25,21 +25,21 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address is in use, forbidden or no address of this machine.
     """
-    where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except socket.gaierror as e:
         raise ConfigError(f"--host (HEADRACE_HOST): {host!r} is no address of this machine ({e.strerror})") from e
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
     except OSError as e:
         listener.close()
         if e.errno == errno.EADDRINUSE:
             reason = "is in use by another program; stop that one, give another --port, or 0 for a free one"
         else:
             reason = f"cannot be listened on ({os.strerror(e.errno or 0)})"
-        raise ConfigError(f"--port (HEADRACE_PORT): {where} {reason}") from e
+        raise ConfigError(f"--port (HEADRACE_PORT): {host}:{port} {reason}") from e
     return listener
 
 

@@ -101,7 +101,7 @@ def child_environment(settings: ServeSettings, role: type[Settings], own: Mappin
     The environment, not the command line, since keys and passwords must not show in a list of processes.
     """
     given = settings.model_dump(include=settings.model_fields_set & role.model_fields.keys())
-    prefix = role.model_config["env_prefix"]
+    prefix = role.model_config.get("env_prefix", "")
     values = {prefix + key.upper(): _text(value) for key, value in (given | dict(own)).items()}
     return dict(os.environ) | {"PYTHONUNBUFFERED": "1"} | values
 

@@ -119,8 +119,9 @@ def test_model_add_registers_without_a_worker(
     assert main(["model", "add", folder, "--redis-url", redis_url]) == 0
     assert "m: LlamaForCausalLM, 256 tokens of context, registered" in capsys.readouterr().out
     with redis.Redis.from_url(redis_url) as client:
-        card = ModelCard.decode(client.hget("hr:models", "m") or b"")
-        assert client.exists(f"hr:blob:{card.tokenizer}")
+        stored = client.hget("hr:models", "m")
+        assert isinstance(stored, bytes)
+        assert client.exists(f"hr:blob:{ModelCard.decode(stored).tokenizer}")
 
 
 def test_doctor_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
