@@ -58,6 +58,8 @@ def error_response(error: RequestError) -> Response:
     headers = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, Unavailable):
+        headers["retry-after"] = "1"
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return json_response(error.body(), error.status, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import uuid
@@ -29,6 +30,7 @@ from .settings import ApiSettings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+WANTED_FILES = 65_536
 
 
 class Server(uvicorn.Server):
@@ -57,6 +59,7 @@ def run(settings: ApiSettings) -> int:
         StoreUnavailable: Redis does not answer.
     """
     _set_up_logs(settings)
+    _allow_many_connections()
     store = open_store(settings)
     with _listen(settings) as listener, asyncio.Runner(loop_factory=_config(settings).get_loop_factory()) as runner:
         runner.run(_serve(settings, store, listener))
@@ -97,6 +100,15 @@ def _set_up_logs(settings: ApiSettings) -> None:
 def _name_request(record: logging.LogRecord) -> bool:
     record.request_id = request_id.get()
     return True
+
+
+def _allow_many_connections() -> None:
+    """Every stream is an open file; the soft limit is often 1,024, and the hard one is there to be used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= WANTED_FILES:
+        return
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(settings: ApiSettings) -> socket.socket:

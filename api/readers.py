@@ -69,9 +69,9 @@ class Readers:
         assert task is not None
         reader = Reader(tuple(rids), task, set(rids))
         await self._take_over(reader)
-        if resume:
-            await self._queue.touch(rids, reader_lease_s=self._lease_s, reader=self._feed.name)
         try:
+            if resume:
+                await self._queue.touch(rids, reader_lease_s=self._lease_s, reader=self._feed.name)
             yield reader
         except asyncio.CancelledError:
             self._let_go(reader, grace_s)
