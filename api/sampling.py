@@ -65,7 +65,7 @@ def _given(fields: SamplingFields | SamplingParamsBody) -> dict[str, Any]:
 
 
 def _build(given: dict[str, Any], card: ModelCard, prefix: str, keep_none: set[str]) -> SamplingParams:
-    _check_grammars(given, prefix)
+    _check_available(given, prefix)
     if given["logit_bias"] is not None:
         given["logit_bias"] = _logit_bias(given["logit_bias"], card, f"{prefix}logit_bias")
     for name in FROM_MODEL:
@@ -105,12 +105,18 @@ def _logit_bias(bias: Mapping[str, float], card: ModelCard, param: str) -> tuple
     return tuple(out)
 
 
-def _check_grammars(given: Mapping[str, Any], prefix: str) -> None:
+def _check_available(given: Mapping[str, Any], prefix: str) -> None:
     named = [name for name in GRAMMARS if given[name]]
     if named:
         raise InvalidRequest(
             f"Constrained generation ('{named[0]}') is not available on this server.",
             param=prefix + named[0],
+            code="unsupported_parameter",
+        )
+    if given["stop_regex"]:
+        raise InvalidRequest(
+            "'stop_regex' is not available on this server; name the strings in 'stop'.",
+            param=f"{prefix}stop_regex",
             code="unsupported_parameter",
         )
 

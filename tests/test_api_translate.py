@@ -82,13 +82,13 @@ def test_every_sampling_field_reaches_the_job() -> None:
         "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "frequency_penalty": 1, "presence_penalty": -1,
         "repetition_penalty": 1.5, "logit_bias": {"5": -100}, "seed": 11, "stop": "END", "stop_token_ids": [3],
         "min_tokens": 2, "max_tokens": 4, "ignore_eos": True, "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "spaces_between_special_tokens": False, "stop_regex": ["x+"],
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
     }  # fmt: skip
     s = prepare(CHAT, body).jobs[0].sampling
     assert dataclasses.asdict(s) == {
         "max_new_tokens": 4, "min_new_tokens": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1,
         "frequency_penalty": 1.0, "presence_penalty": -1.0, "repetition_penalty": 1.5, "stop": ("END",),
-        "stop_token_ids": (3,), "stop_regex": ("x+",), "no_stop_trim": True, "ignore_eos": True,
+        "stop_token_ids": (3,), "stop_regex": (), "no_stop_trim": True, "ignore_eos": True,
         "skip_special_tokens": False, "spaces_between_special_tokens": False, "logit_bias": ((5, -100.0),),
         "bad_words": (), "sampling_seed": 11, "json_schema": None, "regex": None, "ebnf": None,
         "structural_tag": None, "choice": (),
@@ -195,6 +195,7 @@ def test_n_choices_share_a_family_and_prompts_have_their_own() -> None:
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"regex": "a+"}, "regex"),
+        ({"stop_regex": "a+"}, "stop_regex"),
         ({"choice": ["a", "b"]}, "choice"),
         ({"tool_choice": "must"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
