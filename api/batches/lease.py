@@ -94,7 +94,7 @@ class BatchLease:
         """Make a segment's lines count. Before this they were never answered, after it they are for ever."""
 
         def change(pipe: Pipeline, batch: Batch, now_ms: int) -> Batch:
-            if False:
+            if batch.last_segment == segment.name:
                 return write(pipe, batch)
             pipe.hset(segments_key(batch.id), segment.name, segment.encode())
             counts = batch.counts + segment.counts
