@@ -6,9 +6,8 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     output = _writable(settings.output)
     seed = secrets.randbits(32) if settings.seed is None else settings.seed
     machine = report.environment()
-    model, results = _run(measure(settings, seed))
+    model, results = measure(settings, seed)
     report.print_table(f"{settings.label or settings.url}  {model}  seed {seed}", results)
     if output is not None:
         output.write_bytes(
@@ -43,8 +42,22 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(result.completed for result in results) else 1
 
 
-async def measure(settings: BenchSettings, seed: int) -> tuple[str, list[LevelResult]]:
-    """Load the server level by level; returns the model's name and the results, in the order of the settings."""
+def measure(settings: BenchSettings, seed: int) -> tuple[str, list[LevelResult]]:
+    """Load the server level by level; returns the model's name and the results, in the order of the settings.
+
+    Raises:
+        ConfigError: the server cannot be asked at all.
+    """
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_measure(settings, seed))
+    # Where the platform has it: it halves what an event costs.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_measure(settings, seed))
+
+
+async def _measure(settings: BenchSettings, seed: int) -> tuple[str, list[LevelResult]]:
     client = Client(settings.url, api_key=settings.api_key.get_secret_value(), timeout_s=settings.timeout_s)
     try:
         model = settings.model or await _first_model(client, settings.url)
@@ -118,13 +131,3 @@ def _writable(output: str) -> Path | None:
     except OSError as e:
         raise ConfigError(f"--output {output}: {e.strerror}; name a file that can be written") from e
     return path
-
-
-def _run(main: Coroutine[Any, Any, tuple[str, list[LevelResult]]]) -> tuple[str, list[LevelResult]]:
-    """On uvloop, where the platform has it: it halves what an event costs."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)

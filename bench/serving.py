@@ -1,0 +1,65 @@
+"""Starting `headrace serve` for a measurement, and what CPU time each of its roles takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running `headrace serve`: where it answers, and its process."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds that each role has taken so far, all its processes together; empty where there is no /proc."""
+        ticks, seconds = os.sysconf("SC_CLK_TCK"), dict[str, float]()
+        for pid in _descendants(self.pid):
+            with contextlib.suppress(OSError):  # a process that has just ended
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                role = _role(Path(f"/proc/{pid}/cmdline").read_bytes())
+                seconds[role] = seconds.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
+        return seconds
+
+
+@contextlib.contextmanager
+def serving(flags: Sequence[str]) -> Iterator[Serving]:
+    """`headrace serve` on a free port with data of its own, from its ready line to the end of its drain."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as data:
+        command = [sys.executable, "-c", "import sys; from headrace.deploy.cli import main; sys.exit(main())", "serve"]
+        command += ["--port", "0", "--data-dir", data, "--log-level", "warning", "--batches", "0", *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                ready = next((line for line in process.stdout if line.startswith("ready ")), "")
+                if not ready:
+                    raise SystemExit(f"headrace serve ended with status {process.wait()} before it was ready")
+                yield Serving(ready.split()[1], process.pid)
+            finally:
+                process.send_signal(signal.SIGTERM)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """`pid` and all below it."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                yield from _descendants(int(child))
+
+
+def _role(command_line: bytes) -> str:
+    """`headrace: api` is a process title; a server that we started goes by its program's name."""
+    title = command_line.replace(b"\0", b" ").decode(errors="replace").strip()
+    if title.startswith("headrace: "):
+        return title.split()[1]
+    return "redis" if "valkey" in title or "redis" in title else "other"
