@@ -16,7 +16,7 @@ from headrace.api.batches.settings import BatchSettings
 from headrace.api.batches.stores import Stores, open_stores
 from headrace.api.files.durable import Flush
 from headrace.shared.errors import Conflict, Fenced
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.batches import CHAT, lines
 
@@ -109,6 +109,8 @@ step = st.tuples(st.sampled_from(STEPS), st.sampled_from((False, False, False, T
 
 
 @settings(max_examples=60, deadline=None)
+@example(started=False, steps=[("cancel", False), ("fail", False)])
+@example(started=True, steps=[("commit", False), ("again", False), ("take over", False), ("commit", True)])
 @given(started=st.booleans(), steps=st.lists(step, min_size=4, max_size=25))
 def test_every_order_of_steps(stores_settings: BatchSettings, started: bool, steps: list[tuple[str, bool]]) -> None:
     async def run() -> None:
