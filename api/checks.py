@@ -18,6 +18,7 @@ class Limits:
 
     max_n: int = 128
     max_stop: int = 16
+    max_stop_chars: int = 1000
     max_logprobs: int = 20
 
 
@@ -92,6 +93,12 @@ def _check_counts(choices: int, n_param: str, stop: list[str] | None, stop_param
         )
     if stop is not None and len(stop) > limits.max_stop:
         raise InvalidRequest(f"At most {limits.max_stop} stop strings are allowed; got {len(stop)}.", param=stop_param)
+    for i, text in enumerate(stop or ()):
+        if len(text) > limits.max_stop_chars:
+            raise InvalidRequest(
+                f"A stop string has at most {limits.max_stop_chars} characters; got {len(text)}.",
+                param=f"{stop_param}.{i}",
+            )
 
 
 def chat_tokens(request: ChatCompletionRequest) -> int | None:

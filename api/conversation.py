@@ -11,6 +11,7 @@ import orjson
 from ..shared.errors import InvalidRequest
 from .protocol.chat import ChatMessage, MediaPart, RefusalPart, TextPart, ToolCall
 from .templates import ChatTemplate
+from .validation import MAX_DEPTH, is_deeper
 
 CONTENT_NEEDED = frozenset({"system", "developer", "user", "tool", "function"})
 
@@ -32,6 +33,17 @@ def check_parts(messages: Sequence[ChatMessage]) -> None:
                     f"This model reads text only; it cannot take a part of type '{part.type}'.",
                     param=f"messages.{i}.content.{j}",
                 )
+
+
+def characters(messages: Sequence[ChatMessage]) -> int:
+    """Length of all the text in a chat."""
+    return sum(
+        len(content)
+        if isinstance(content, str)
+        else sum(len(_text(p)) for p in content if not isinstance(p, MediaPart))
+        for message in messages
+        if (content := message.content) is not None
+    )
 
 
 def for_template(messages: Sequence[ChatMessage], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -76,7 +88,8 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):
         with contextlib.suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
+            read = orjson.loads(arguments)
+            arguments = arguments if is_deeper(read, MAX_DEPTH) else read
     out: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     if call.id is not None:
         out["id"] = call.id

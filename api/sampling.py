@@ -97,7 +97,8 @@ def _model_default(config: Mapping[str, Any], name: str) -> float | int | None:
 def _logit_bias(bias: Mapping[str, float], card: ModelCard, param: str) -> tuple[tuple[int, float], ...]:
     out = []
     for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and int(key) < card.vocab_size):
+        # No id has so many digits; Python refuses to read a number of thousands.
+        if not (key.isascii() and key.isdigit() and len(key) <= 20 and int(key) < card.vocab_size):
             raise InvalidRequest(
                 f"Key {key[:40]!r} of '{param}' is no token id of the vocabulary of {card.vocab_size}.", param=param
             )

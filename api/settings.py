@@ -22,6 +22,7 @@ class InferenceSettings(FileSettings):
 
     max_n: int = Field(128, ge=1, description="choices of one request: n times its prompts")
     max_stop: int = Field(16, ge=0, description="stop strings of one request")
+    max_stop_chars: int = Field(1000, ge=1, description="characters of one stop string")
     max_logprobs: int = Field(20, ge=0, description="most likely tokens shown beside each token")
 
     keep_s: float = Field(600.0, gt=0, description="seconds a finished stream's text is kept for clients to resume")

@@ -73,7 +73,7 @@ class PromptTokenizer:
         if isinstance(value, list):
             return [self.guard(item) for item in value]
         if isinstance(value, dict):
-            return {key: self.guard(item) for key, item in value.items()}
+            return {self.guard(key): self.guard(item) for key, item in value.items()}
         return value
 
     def id_of(self, token: str) -> int | None:
@@ -84,16 +84,16 @@ class PromptTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def check_size(self, text: str, card: ModelCard, param: str) -> None:
-        """Refuse, before the work, a text that no tokenizer of this vocabulary could fit into the context.
+    def check_size(self, characters: int, card: ModelCard, param: str) -> None:
+        """Refuse, before the work, a text so long that no tokenizer of this vocabulary could fit it into the context.
 
         Raises:
             ContextLengthExceeded: see above.
         """
-        least = -(-len(text) // self._longest)
+        least = -(-characters // self._longest)
         if least > card.context_length:
             raise ContextLengthExceeded(
-                f"This model's context is {card.context_length} tokens; the prompt of {len(text)} characters has at "
+                f"This model's context is {card.context_length} tokens; the prompt of {characters} characters has at "
                 f"least {least}.",
                 param=param,
             )
@@ -143,7 +143,7 @@ class Tokenizers:
             ContextLengthExceeded: the text cannot fit.
         """
         tokenizer = await self.get(card.tokenizer)
-        tokenizer.check_size(text, card, param)
+        tokenizer.check_size(len(text), card, param)
         if len(text) < INLINE_CHARS:
             return tuple(tokenizer.encode(text, add_special_tokens, card.bos_token))
         return tuple(await self._run(tokenizer.encode, text, add_special_tokens, card.bos_token))
@@ -155,7 +155,7 @@ class Tokenizers:
             ContextLengthExceeded: the text cannot fit.
         """
         tokenizer = await self.get(card.tokenizer)
-        tokenizer.check_size(text, card, "messages")
+        tokenizer.check_size(len(text), card, "messages")
         if len(text) < INLINE_CHARS:
             return tuple(tokenizer.encode_chat(text))
         return tuple(await self._run(tokenizer.encode_chat, text))

@@ -5,22 +5,22 @@ body ── parse ──► request model ── translate ──► Translated:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..shared.errors import InvalidRequest, ModelNotFound
+from ..shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from ..shared.messages import GenerateReqInput, Lane, ModelCard
 from . import checks, sampling
 from .backend import Models
 from .checks import Limits, chat_tokens
-from .conversation import for_template
-from .protocol.chat import ChatCompletionRequest
+from .conversation import characters, for_template
+from .protocol.chat import ChatCompletionRequest, ChatMessage
 from .protocol.common import RequestModel
 from .protocol.completions import CompletionRequest
 from .protocol.native import GenerateRequest
 from .templates import ChatTemplates, RenderOptions
-from .tokenize import Tokenizers
+from .tokenize import PromptTokenizer, Tokenizers
 from .validation import parse
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/generate"]
@@ -87,6 +87,7 @@ class Translator:
         card = await self._card(request.model)
         template = self._templates.get(card.chat_template)
         tokenizer = await self._tokenizers.get(card.tokenizer)
+        _check_room(request.messages, tokenizer, card)
         messages = for_template(request.messages, template)
         text = template.render(
             tokenizer.guard(messages),
@@ -95,7 +96,7 @@ class Translator:
                 documents=tokenizer.guard(request.documents),
                 add_generation_prompt=_generation_prompt(request),
                 continue_final_message=request.continue_final_message,
-                kwargs=request.chat_template_kwargs,
+                kwargs=tokenizer.guard(request.chat_template_kwargs),
             ),
             bos_token=card.bos_token,
             eos_token=card.eos_token,
@@ -163,6 +164,16 @@ class Translator:
         if card.task != "generate":
             raise InvalidRequest(f"The model '{card.name}' does not generate text.", param="model")
         return card
+
+
+def _check_room(messages: Sequence[ChatMessage], tokenizer: PromptTokenizer, card: ModelCard) -> None:
+    """Refuse, before a template spends seconds on it, a chat that cannot fit: each message is a token at least."""
+    if len(messages) > card.context_length:
+        raise ContextLengthExceeded(
+            f"This model's context is {card.context_length} tokens; {len(messages)} messages do not fit.",
+            param="messages",
+        )
+    tokenizer.check_size(characters(messages), card, "messages")
 
 
 def _ignored(request: RequestModel, body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from ..shared.errors import InvalidRequest
 M = TypeVar("M", bound=BaseModel)
 
 SHOWN = 80  # characters of a refused value that are shown
+MAX_DEPTH = 100  # levels of nesting; templates, pydantic and our own walks go down by recursion
 
 
 def parse(model: type[M], body: Any) -> M:
@@ -22,10 +23,28 @@ def parse(model: type[M], body: Any) -> M:
     """
     if not isinstance(body, dict):
         raise InvalidRequest(f"The body must be a JSON object, got {_kind(body)}.", code="invalid_body")
+    for name, value in body.items():
+        if is_deeper(value, MAX_DEPTH):
+            raise InvalidRequest(f"{_shown(name)} is nested more than {MAX_DEPTH} levels deep.", param=name[:SHOWN])
     try:
         return model.model_validate(body)
     except ValidationError as e:
         raise _translate(e, body) from e
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested more than `levels` deep in a decoded JSON value."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(levels):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))
+        ]
+    return bool(level)
 
 
 def _translate(error: ValidationError, body: Mapping[str, Any]) -> InvalidRequest:

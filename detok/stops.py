@@ -66,9 +66,13 @@ class _Automaton:
                 queue.append(target)
 
 
-@lru_cache(maxsize=256)
+SHARED_CHARS = 256  # of all the stops of a request: longer lists are rare, and would make the cache large
+
+_shared = lru_cache(maxsize=256)(_Automaton)
+
+
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    return _Automaton(stops)
+    return _shared(stops) if sum(map(len, stops)) <= SHARED_CHARS else _Automaton(stops)
 
 
 class StopMatcher:

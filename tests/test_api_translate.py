@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,11 +178,13 @@ def test_n_choices_share_a_family_and_prompts_have_their_own() -> None:
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": 5}, "stop"),
+        ({"stop": ["x", "y" * 1001]}, "stop.1"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"seed": 2**63}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"top_logprobs": "5"}, "top_logprobs"),
@@ -239,6 +242,55 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
 def test_what_is_wrong_is_named_elsewhere(endpoint: Endpoint, body: dict[str, Any], param: str) -> None:
     error = refused(endpoint, body)
     assert (error.status, error.param) == (400, param)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ("tools", lambda value: [{"type": "function", "function": {"name": "f", "parameters": value}}]),
+        ("documents", lambda value: [value]),
+        ("messages", lambda value: [{"role": "user", "content": "hi", "more": value}]),
+        ("chat_template_kwargs", lambda value: value),
+        ("json_schema", lambda value: value),
+        ("nobody_knows", lambda value: value),
+    ],
+)
+def test_what_is_nested_too_deeply_is_named(field: str, place: Callable[[Any], Any]) -> None:
+    for levels in (101, 300, 1000):
+        error = refused(CHAT, HI | {field: place(nested(levels))})
+        assert (error.status, error.param) == (400, field)
+        assert "100 levels" in error.message
+
+
+def test_nesting_up_to_the_bound_is_taken() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(97)}}
+    assert prepare(CHAT, HI | {"tools": [tool], "documents": [nested(99)], "nobody_knows": nested(100)}).jobs
+
+
+@pytest.mark.parametrize("levels", [99, 400, 1000, 5000])
+def test_arguments_of_a_tool_call_may_be_nested_as_they_like(levels: int) -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a":' * levels + "1" + "}" * levels},
+    }
+    history = [*HI["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert prepare(CHAT, HI | {"messages": history}).jobs
+
+
+def test_a_chat_that_cannot_fit_never_reaches_the_template() -> None:
+    backend = FakeBackend(cards={"m": card(chat_template="{{ raise_exception('reached') }}")})
+    for messages in (HI["messages"] * 257, [{"role": "user", "content": "x" * 10**6}]):
+        error = refused(CHAT, HI | {"messages": messages}, backend)
+        assert (error.code, error.param) == ("context_length_exceeded", "messages")
+    assert "reached" in refused(CHAT, HI, backend).message
 
 
 @pytest.mark.parametrize("body", [[], "x", 5, None, True])
