@@ -15,6 +15,7 @@ from conftest import Server
 from kit.batches import counts, create, line, read
 from kit.deployment import Deployment, terminate
 from kit.tokenizers import byte_level
+from openai.types.chat import ChatCompletion
 
 FAST = ("--batch-lease-s", "3", "--batch-window", "8", "--batch-drivers", "2", "--batch-slice-s", "2")
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -70,11 +71,12 @@ class Driver:
 
 def wait_until(client: openai.OpenAI, batch_id: str, deployment: Deployment, *, completed: int | None = None) -> Any:
     """Poll until the batch has ended, or has so many lines."""
+    batch = client.batches.retrieve(batch_id)
     for _ in range(1200):
-        batch = client.batches.retrieve(batch_id)
         if batch.status in ENDED or (completed is not None and counts(batch)[1] >= completed):
             return batch
         time.sleep(0.05)
+        batch = client.batches.retrieve(batch_id)
     raise AssertionError(f"{batch.status} {counts(batch)}\n{deployment.logs()}")
 
 
@@ -108,7 +110,7 @@ def test_a_batch_answers_as_the_online_routes_do(client: openai.OpenAI, deployme
         "cut": client.chat.completions.create(**chat, max_tokens=3),
     }
     for custom_id, answer in online.items():
-        body = openai.types.chat.ChatCompletion.model_validate(output[custom_id]["response"]["body"])
+        body = ChatCompletion.model_validate(output[custom_id]["response"]["body"])
         assert (body.choices, body.usage) == (answer.choices, answer.usage), custom_id
     assert online["plain"].choices[0].message.content == "Grüße, 世界!"
     assert errors["fails"]["response"]["status_code"] == 500

@@ -43,7 +43,9 @@ def test_create_enqueues_one_slice(client: openai.OpenAI, settings: BatchSetting
     made = create(client, lines(1))
     with redis.Redis.from_url(settings.redis_url) as store:
         assert store.lrange(f"rq:queue:{QUEUE}", 0, -1) == [f"{made.id}-1".encode()]
-        assert b"drive_slice" in (store.hget(f"rq:job:{made.id}-1", "description") or b"")
+        description = store.hget(f"rq:job:{made.id}-1", "description")
+        assert isinstance(description, bytes)
+        assert b"drive_slice" in description
 
 
 def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:

@@ -313,7 +313,7 @@ def test_leftovers_of_a_killed_process_are_removed_after_a_day(redis_url: str, t
         for name, age_s in (("old", 2 * 86400), ("new", 60)):
             path = tmp_path / "incoming" / name
             path.touch()
-            os.utime(path, (time.time() - age_s,) * 2)
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
         store.remove_leftovers()
         await redis.aclose()
 

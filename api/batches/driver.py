@@ -179,8 +179,13 @@ class BatchDriver:
 async def _holding(lease: BatchLease, work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that may take long, renewing the lease meanwhile."""
     task = asyncio.create_task(work)
-    while not task.done():
-        await asyncio.wait([task], timeout=lease.renew_every_s)
-        if not task.done():
-            await lease.renew()
-    return task.result()
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=lease.renew_every_s)
+            if not task.done():
+                await lease.renew()
+        return task.result()
+    finally:
+        if not task.done():  # the batch is not ours any more
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

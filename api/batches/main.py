@@ -98,8 +98,8 @@ async def _sweep(stores: Stores) -> None:
                 await asyncio.to_thread(stores.files.remove_leftovers)
                 await stores.batches.remove_leftovers()
             for batch in await stores.batches.due():
-                log.warning("%s is driven by nobody: enqueued", batch.id)
-                await asyncio.to_thread(enqueue_slice, stores.rq, batch)
+                if await asyncio.to_thread(enqueue_slice, stores.rq, batch):
+                    log.warning("%s was driven by nobody, and is enqueued again", batch.id)
             await stores.files.purge_expired()
         except TRANSIENT as e:
             log.warning("the sweep waits for Redis: %s", e)

@@ -22,7 +22,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 Outcome = Literal["completed", "expired", "cancelled"]
 TERMINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
-ENDPOINTS: tuple[BatchEndpoint, ...] = get_args(BatchEndpoint)
+ENDPOINTS: dict[str, BatchEndpoint] = {name: name for name in get_args(BatchEndpoint)}
 WINDOW_S = 86400  # completion_window "24h"
 
 

@@ -67,9 +67,9 @@ def _draft(body: Mapping[str, Any], tenant: str) -> Batch:
     """What a create asks for, as a batch without id and times."""
     input_file_id = string(body, "input_file_id")
     asked = string(body, "endpoint")
-    endpoint = next((known for known in ENDPOINTS if known == asked), None)
+    endpoint = ENDPOINTS.get(asked)
     if endpoint is None:
-        raise invalid_value("endpoint", asked, ENDPOINTS)
+        raise invalid_value("endpoint", asked, tuple(ENDPOINTS))
     window = string(body, "completion_window")
     if window != "24h":
         raise invalid_value("completion_window", window, ("24h",))

@@ -22,9 +22,11 @@ def slice_queue(connection: Client) -> Queue:
     return Queue(QUEUE, connection=connection, serializer=JSONSerializer, default_timeout=-1)
 
 
-def enqueue_slice(connection: Client, batch: Batch) -> None:
-    """Have a batch driven on, unless its next slice waits already. Blocks on Redis."""
+def enqueue_slice(connection: Client, batch: Batch) -> bool:
+    """Have a batch driven on; False when its next slice waits already. Blocks on Redis."""
     queue = slice_queue(connection)
     job_id = f"{batch.id}-{batch.epoch + 1}"
-    if queue.get_job_position(job_id) is None:
-        queue.enqueue(DRIVE, batch.id, job_id=job_id, job_timeout=-1, result_ttl=0, failure_ttl=FAILED_S)
+    if queue.get_job_position(job_id) is not None:
+        return False
+    queue.enqueue(DRIVE, batch.id, job_id=job_id, job_timeout=-1, result_ttl=0, failure_ttl=FAILED_S)
+    return True
