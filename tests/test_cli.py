@@ -15,6 +15,7 @@ from headrace.deploy.settings import ServeSettings, child_environment, role_sett
 from headrace.shared.errors import ConfigError
 from headrace.shared.messages import ModelCard
 from headrace.shared.settings import load
+from headrace.worker.scripted import read_scripts
 from kit.serving import scripted_model
 
 
@@ -88,6 +89,22 @@ def test_an_open_queue_needs_a_password(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     assert main(["serve", *flags]) == 2
     assert "HEADRACE_REDIS_PASSWORD" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"steps": [[1], [null], ["x"]]}', "line 2: steps.1.0: Input should be a valid integer, got None"),
+        ('{"token": 5}', "line 2: token: Extra inputs are not permitted, got 5"),
+        ("{", "line 2: unexpected end of data"),
+    ],
+)
+def test_a_line_of_a_script_that_is_wrong_is_named_in_one_line(tmp_path: Path, line: str, says: str) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text(f'{{"tokens": 1}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"^--scripted \(HEADRACE_SCRIPTED\): [^\n]*$") as caught:
+        read_scripts(str(script))
+    assert says in str(caught.value)
 
 
 def test_names_of_models() -> None:

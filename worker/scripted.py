@@ -65,10 +65,19 @@ def read_scripts(path: str) -> list[Script]:
             try:
                 scripts.append(Script.model_validate(orjson.loads(line)))
             except (ValidationError, orjson.JSONDecodeError) as e:
-                raise ConfigError(f"--scripted {path} line {number}: {e}") from e
+                raise ConfigError(f"--scripted (HEADRACE_SCRIPTED): {path} line {number}: {_one_line(e)}") from e
     if not scripts:
         raise ConfigError(f"--scripted {path} has no line")
     return scripts
+
+
+def _one_line(error: ValidationError | orjson.JSONDecodeError) -> str:
+    """The first thing that is wrong, in one line: the last line of a process is what its supervisor reports."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or "the line"
+    return f"{place}: {first['msg']}, got {repr(first['input'])[:80]}"
 
 
 @dataclass(slots=True)
