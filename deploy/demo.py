@@ -19,7 +19,7 @@ from rich.table import Table
 from ..shared.errors import ConfigError
 from ..shared.settings import StrTuple
 from .client import ApiClient
-from .models import resolve
+from .models import resolve, split_name
 from .process import role_command
 from .settings import ServeSettings, child_environment
 
@@ -61,7 +61,8 @@ def run(settings: DemoSettings) -> int:
         ConfigError: the server did not start, or did not do as it should.
     """
     console = Console(highlight=False)
-    resolve(settings.model[0])  # here, so that its progress is seen
+    for _, place in map(split_name, settings.model):
+        resolve(place)  # here, so that its progress is seen
     with _server(settings, console) as (server, url), ApiClient(url, next(iter(settings.api_key), "")) as client:
         model = client.first_model()
         console.print(f"\n[bold]> {QUESTION}[/bold]")
@@ -97,7 +98,7 @@ def _server(settings: DemoSettings, console: Console) -> Iterator[tuple[subproce
     try:
         if said[:1] != ["ready"]:
             raise ConfigError(f"the server did not start: {_last_line(log)} (its log: {log})")
-        console.print(f"ready at {said[1]}, its log in {log}", style="dim")
+        console.print(f"ready at {said[1]}, its log in {log}", style="dim", soft_wrap=True)
         yield server, said[1]
     except KeyboardInterrupt:
         console.print("\nstopping", style="dim")
