@@ -398,6 +398,7 @@ def test_failures_are_counted_by_name(
 def test_a_server_that_fails_the_warm_up_is_not_measured(fake: FakeOpenAI, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="out of order"):
         run_bench(fake, tmp_path, "--model", "broken")
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_nobody_listens(tmp_path: Path) -> None:

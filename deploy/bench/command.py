@@ -127,7 +127,10 @@ def _writable(output: str) -> Path | None:
     path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        known = path.exists()
         path.open("ab").close()
+        if not known:
+            path.unlink()  # a run that fails leaves no empty report
     except OSError as e:
         raise ConfigError(f"--output {output}: {e.strerror}; name a file that can be written") from e
     return path
