@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from ..shared.clients import TRANSIENT
+from ..shared.clients import TRANSIENT, as_overloaded
 from ..shared.errors import (
     HeadraceError,
     InvalidRequest,
@@ -38,6 +38,8 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, STORE_ERRORS):
         log.warning("the store does not answer: %s", error)
         return Unavailable("The queue does not answer; try again later.")
+    if (overloaded := as_overloaded(error)) is not None:
+        return overloaded
     log.error("unexpected error", exc_info=error)
     return InternalError("The server had an error while it handled the request.")
 

@@ -7,7 +7,7 @@ with a short limit, and for blocking reads (BLOCK at most a second), each its ow
 What Redis may answer, and what is done about it:
     NOSCRIPT      scripts are gone (restart, SCRIPT FLUSH): loaded again, the whole call repeated
     LOADING, READONLY, connection lost, timeout: the connection is dropped, the call repeated until its limit
-    OOM           memory is full: `Overloaded` at submit; everything that frees memory goes on (`allow-oom`)
+    OOM           memory is full: `Overloaded` at submit; what ends, frees or says that we live goes on (`allow-oom`)
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ TRANSIENT = (
     redis.exceptions.TryAgainError,
     OSError,
 )
+UNAVAILABLE = (*TRANSIENT, redis.exceptions.OutOfMemoryError)  # what a later try may find mended
 
+# A command as a script, since only scripts may say that they write also when the memory is full.
+_ALWAYS = "#!lua flags=allow-oom\nreturn redis.call(ARGV[1], KEYS[1], unpack(ARGV, 2))"
 
 # redis-py types each reply as all that any option could make of it. What a reply is, is said where it is decoded.
 Client: TypeAlias = Any  # a redis.Redis of `connect`
@@ -90,8 +93,16 @@ class Patience:
         await asyncio.sleep(self.next_pause(error))
 
 
-def as_overloaded(error: redis.exceptions.ResponseError) -> Overloaded | None:
+def write_always(client: Any, command: str, key: str, *args: str | bytes | int) -> Any:
+    """A command that writes one key, also when the memory is full: for what is small and keeps the deployment alive.
+
+    `client` is one of these, of either kind, or a pipeline of one.
+    """
+    return client.eval(_ALWAYS, 1, key, command, *args)
+
+
+def as_overloaded(error: BaseException) -> Overloaded | None:
     """What to tell a client when the store's memory is full; None for any other error."""
-    if "OOM" in str(error):
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
         return Overloaded("The queue's memory is full; try again later.", retry_after_s=5, code="memory_full")
     return None

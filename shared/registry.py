@@ -14,7 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from . import keys
-from .clients import AsyncClient, Client
+from .clients import AsyncClient, Client, write_always
 from .errors import ModelNotFound, ProtocolError
 from .messages import ModelCard
 
@@ -30,8 +30,8 @@ def register_model(client: Client, card: ModelCard, tokenizer: bytes) -> None:
     """
     if hashlib.sha256(tokenizer).hexdigest() != card.tokenizer:
         raise ProtocolError(f"the card of {card.name} names another tokenizer than the one given")
-    client.set(keys.blob(card.tokenizer), tokenizer)
-    client.hset(keys.MODELS, card.name, card.encode().decode())
+    write_always(client, "SET", keys.blob(card.tokenizer), tokenizer)
+    write_always(client, "HSET", keys.MODELS, card.name, card.encode())
 
 
 class ModelRegistry:
@@ -130,9 +130,9 @@ class Membership:
 
     def _write(self, pipe: Any, ttl_ms: int) -> None:
         if "slot" in self.info.extra:
-            pipe.set(keys.slot(self.info.host, self.info.extra["slot"]), self.info.id, px=ttl_ms)
-        pipe.set(keys.worker(self.info.id), self.info.encode(), px=ttl_ms)
-        pipe.zadd(keys.WORKERS, {self.info.id: int(time.time() * 1000)})
+            write_always(pipe, "SET", keys.slot(self.info.host, self.info.extra["slot"]), self.info.id, "PX", ttl_ms)
+        write_always(pipe, "SET", keys.worker(self.info.id), self.info.encode(), "PX", ttl_ms)
+        write_always(pipe, "ZADD", keys.WORKERS, int(time.time() * 1000), self.info.id)
         self._next = time.monotonic() + self.BEAT_EVERY_S
 
     def beat(self, client: Client, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
@@ -164,7 +164,8 @@ def take_slot(client: Client, member: Membership) -> int:
     `beat` keeps it. Two processes on one number, after an outage, would share a name and nothing else: owners fence.
     """
     slot = 0
-    while not client.set(keys.slot(member.info.host, slot), member.info.id, nx=True, px=keys.PROCESS_TTL_MS):
+    taken = (member.info.id, "NX", "PX", keys.PROCESS_TTL_MS)
+    while not write_always(client, "SET", keys.slot(member.info.host, slot), *taken):
         slot += 1
     member.update(slot=slot)
     return slot

@@ -1,7 +1,8 @@
 """Calls of the Lua scripts in `lua/`, singly and many in one round trip.
 
 Every script takes one key, the shard's prefix, and is idempotent: `call` repeats it over lost connections until its
-limit, and a repeat changes nothing. Replies of scripts are raised as errors only when every try has failed.
+limit, and a repeat changes nothing. The exception is `pull`, which claims further jobs: `JobQueue.recover`
+gives back what a lost reply had claimed. What a script itself refuses is raised at once.
 """
 
 from __future__ import annotations

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from headrace.shared import keys
-from headrace.shared.async_job_queue import AsyncJobQueue
-from headrace.shared.clients import Client, connect, connect_async
+from headrace.shared.clients import Client, connect
 from headrace.shared.errors import Overloaded
 from headrace.shared.ids import family_from, new_family, shard_in
 from headrace.shared.job_queue import Claim, JobQueue
 from headrace.shared.messages import (
     Finish,
-    GenerateJob,
     Lane,
-    SamplingParams,
+    ModelCard,
     TextChunk,
     TokenChunk,
     TokenLogprob,
     Usage,
 )
+from headrace.shared.registry import Membership, ProcessInfo, processes, register_model, take_slot
 from headrace.shared.scripts import Scripts
 from headrace.shared.text_stream import Publish, Published, ShardLease, TextStream
 from headrace.shared.token_stream import Append, TokenStream, Written
+from kit.queues import SHARDS, submit
 
-SHARDS = 4
 LEASE_S = 3.0
 
 
@@ -50,22 +48,7 @@ class Rig:
     def submit(
         self, n: int = 1, reader_lease_s: float | None = None, deadline_s: float = 60, **job: object
     ) -> list[str]:
-        async def go() -> list[str]:
-            client = connect_async(self.url)
-            try:
-                queue = AsyncJobQueue(client, SHARDS, max_waiting=128)
-                made = replace(self.job(), **job)  # type: ignore[arg-type]
-                return list(
-                    await queue.submit(made, n=n, deadline_s=deadline_s, reader_lease_s=reader_lease_s, keep_s=30)
-                )
-            finally:
-                await client.aclose()
-
-        return asyncio.run(go())
-
-    def job(self) -> GenerateJob:
-        sampling = SamplingParams(max_new_tokens=8, sampling_seed=7)
-        return GenerateJob(new_family(SHARDS), "m", "m", "sha", tuple(range(20)), sampling)
+        return submit(self.url, n, reader_lease_s, deadline_s, **job)
 
     def pull(self, slots: int = 100, owner: str = "w1", lease_s: float = LEASE_S) -> list[Claim]:
         return self.queue.pull("m", owner=owner, consumer=f"host:{owner}", slots=slots, lease_s=lease_s)
@@ -331,7 +314,15 @@ def test_a_cancelled_request_whose_worker_died_is_not_run_again(rig: Rig) -> Non
     rig.queue.cancel([rid], Finish("abort"))
     rig.expire_lease(rid)
     rig.sweep()
-    assert rig.pull() == []
+    assert rig.state(rid)["st"] == "gd"  # at once: there may be no other worker
+    assert rig.state(rid)["att"] == "0"
+
+
+def test_a_cancelled_request_that_is_given_back_ends(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    rig.pull()
+    rig.queue.cancel([rid], Finish("abort"))
+    rig.queue.release("w1", [(rid, 1)])
     assert rig.state(rid)["st"] == "gd"
 
 
@@ -351,6 +342,36 @@ def test_a_deadline_ends_a_waiting_request(rig: Rig) -> None:
     (end,) = rig.tokens().read({rid: 0})[rid]
     assert end.finish is not None
     assert end.finish.status == 504
+
+
+@pytest.fixture
+def full(rig: Rig) -> Iterator[Callable[[], None]]:
+    """Fills the store's memory."""
+    limit = rig.client.config_get("maxmemory")["maxmemory"]
+    yield lambda: rig.client.config_set("maxmemory", 1)
+    rig.client.config_set("maxmemory", limit)
+
+
+def test_a_full_store_refuses_at_the_door_and_finishes_what_it_has(rig: Rig, full: Callable[[], None]) -> None:
+    (rid,) = rig.submit()
+    full()
+    with pytest.raises(Overloaded, match="memory is full"):
+        rig.submit()
+    (claim,) = rig.pull()
+    finish = Finish("length")
+    assert rig.tokens().append([Append(claim.epoch, chunk(rid, 0, 5, finish=finish))]) == {rid: Written.OK}
+    assert rig.publish_end(rid, 1) is Published.OK
+    rig.sweep()
+
+
+def test_a_full_store_still_knows_who_lives(rig: Rig, full: Callable[[], None]) -> None:
+    full()
+    card = ModelCard("m", "m", hashlib.sha256(b"tokenizer").hexdigest(), 512, 100)
+    register_model(rig.client, card, b"tokenizer")
+    member, other = Membership(ProcessInfo("worker")), Membership(ProcessInfo("worker"))
+    assert [take_slot(rig.client, m) for m in (member, other)] == [0, 1]
+    member.beat(rig.client)
+    assert [p.id for p in processes(rig.client)] == [member.info.id]
 
 
 def test_a_full_queue_refuses(rig: Rig) -> None:

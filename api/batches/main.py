@@ -13,7 +13,7 @@ import uuid
 from functools import partial
 
 from ...shared import logs
-from ...shared.clients import TRANSIENT, Client, connect
+from ...shared.clients import UNAVAILABLE, Client, connect
 from ...shared.errors import StoreUnavailable
 from ...shared.registry import Membership, ProcessInfo
 from ...shared.signals import StopSignal
@@ -56,10 +56,11 @@ async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
         with connect(settings.redis_url, "headrace-batch-member") as client:
             membership.update("ready")
             log.info("driving up to %d batches at once", len(drivers))
-            while not stop.draining and all(driver.is_alive() for driver in drivers):
+            while not stop.draining and not sweeper.done() and all(driver.is_alive() for driver in drivers):
                 await _beat(membership, client)
-            failed = not stop.draining  # a driver has died of a mistake of ours; whoever supervises starts us again
-            sweeper.cancel()
+            # One of them has died of a mistake of ours; whoever supervises starts us again.
+            failed = not stop.draining
+            await _end(sweeper)
             membership.update("draining")
             for driver in drivers:
                 driver.stop()
@@ -101,16 +102,23 @@ async def _sweep(stores: Stores) -> None:
                 if await asyncio.to_thread(enqueue_slice, stores.rq, batch):
                     log.warning("%s was driven by nobody, and is enqueued again", batch.id)
             await stores.files.purge_expired()
-        except TRANSIENT as e:
+        except (StoreUnavailable, *UNAVAILABLE) as e:
             log.warning("the sweep waits for Redis: %s", e)
         await asyncio.sleep(SWEEP_EVERY_S)
+
+
+async def _end(sweeper: asyncio.Task[None]) -> None:
+    sweeper.cancel()
+    (died_of,) = await asyncio.gather(sweeper, return_exceptions=True)
+    if not isinstance(died_of, asyncio.CancelledError):
+        log.error("the sweep died", exc_info=died_of)
 
 
 async def _beat(membership: Membership, client: Client) -> None:
     if membership.due():
         try:
             await asyncio.to_thread(membership.beat, client)
-        except TRANSIENT as e:
+        except UNAVAILABLE as e:
             log.warning("this process's heartbeat was not written: %s", e)
     await asyncio.sleep(POLL_S)
 
@@ -118,5 +126,5 @@ async def _beat(membership: Membership, client: Client) -> None:
 def _leave(membership: Membership, client: Client) -> None:
     try:
         membership.leave(client)
-    except (StoreUnavailable, *TRANSIENT) as e:
+    except UNAVAILABLE as e:
         log.info("this process is listed until its heartbeat runs out: %s", e)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ...shared.clients import TRANSIENT, Client
+from ...shared.clients import UNAVAILABLE, Client
 from ...shared.errors import InvalidRequest
 from ..fields import invalid_type, invalid_value, string
 from ..files.lifetimes import lifetime_of_body
@@ -40,7 +40,7 @@ async def create_batch(request: Request) -> dict[str, Any]:
     connection: Client = request.app.state.rq
     try:
         await asyncio.to_thread(enqueue_slice, connection, batch)
-    except TRANSIENT as e:
+    except UNAVAILABLE as e:
         log.warning("%s waits for the next sweep: %s", batch.id, e)
     return batch.body()
 

@@ -15,7 +15,7 @@ from rq.exceptions import StopRequested
 from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
-from ...shared.clients import TRANSIENT, Client
+from ...shared.clients import UNAVAILABLE, Client
 from .model import Batch
 from .slices import QUEUE, enqueue_slice
 
@@ -85,8 +85,8 @@ class DriverThread(threading.Thread):
         while not self.stopping:
             try:
                 self._work()
-            except TRANSIENT as e:
-                log.warning("RQ's Redis does not answer: %s", e)
+            except UNAVAILABLE as e:
+                log.warning("RQ's Redis does not do its part, trying again: %s", e)
             self._stopping.wait(RETRY_S)
 
     def _work(self) -> None:

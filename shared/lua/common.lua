@@ -76,8 +76,10 @@ local function finish(rid, h, fin)
   wake(rid)
 end
 
--- Give a request back to the queue; what it has published stays and is continued.
+-- Give a request back to the queue; what it has published stays and is continued. A cancelled one ends instead, for
+-- there may be no worker left that would.
 local function requeue(rid, h)
+  if h.cx ~= '' then return finish(rid, h, h.cx) end
   drop_job(h)
   redis.call('HSET', P .. 'r:' .. rid, 'st', 'q', 'jid', '', 'ow', '', 'lu', 0)
   enqueue(rid, h, true)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- pull: choose lane and tenant now, when there is room, hand over and claim.
 -- ARGV: pool owner consumer slots lease_ms lane…      (the lane `suspect` holds those whose next death is their last)
 -- Replies a list of {rid, epoch, tokens published, attempts, seed, body}.

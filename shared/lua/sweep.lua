@@ -5,6 +5,7 @@
 local now, limit, max_attempts = clock_ms(), tonumber(ARGV[1]), tonumber(ARGV[3])
 
 local function lost(rid, h)
+  if h.cx ~= '' then return requeue(rid, h) end
   -- The worker said nothing for a lease. Only a claim that made no token is held against the request.
   local attempts = h.n == h.cn and h.att + 1 or 0
   h.att = attempts
@@ -34,6 +35,7 @@ local function look(rid)
     dequeue(rid, h)
     finish(rid, h, reason)
   elseif reason and h.st == 'run' and h.cx == '' then
+    h.cx = reason
     redis.call('HSET', P .. 'r:' .. rid, 'cx', reason)
   elseif h.st == 'gd' then
     wake(rid)
