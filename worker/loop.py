@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..shared import keys
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client
-from ..shared.errors import ProtocolError, RequestError
+from ..shared.errors import ProtocolError, RequestError, StoreUnavailable
 from ..shared.job_queue import Claim, JobQueue
 from ..shared.messages import Finish, TokenChunk, TokenLogprob
 from ..shared.registry import Membership
@@ -90,19 +90,30 @@ class Worker:
         self._hand_back()
 
     def note_outage(self, error: BaseException) -> None:
-        """Redis did not answer: a pull's reply may be lost with what it claimed for us."""
+        """Redis did not answer: a pull's reply may be lost with what it claimed for us.
+
+        Raises:
+            StoreUnavailable: our time to drain is over; waiting on would only delay that. Leases give our jobs back.
+        """
         if not self._outage:
             log.warning("Redis does not answer, waiting for it: %s", error)
         self._outage = True
+        if self._time_is_up():
+            raise StoreUnavailable(f"told to stop while Redis does not answer: {error}") from error
 
     def _going(self) -> bool:
-        if self._stop.draining and self._drain_until is None:
+        time_is_up = self._time_is_up()
+        return self._drain_until is None or (bool(self._held) and not time_is_up)
+
+    def _time_is_up(self) -> bool:
+        """Whether we were told to stop, and what runs has had its time. The first look after the signal begins it."""
+        if not self._stop.draining:
+            return False
+        if self._drain_until is None:
             self._drain_until = time.monotonic() + self._drain_s
             self._member.update(state="draining")
             log.info("draining: %d requests still run", len(self._held))
-        if self._drain_until is None:
-            return True
-        return bool(self._held) and not self._stop.immediate and time.monotonic() < self._drain_until
+        return self._stop.immediate or time.monotonic() >= self._drain_until
 
     def _beat(self) -> None:
         if self._member.due():
@@ -149,20 +160,22 @@ class Worker:
         """Give a claimed job to the engine."""
         rid = claim.job.rid
         self._let_go(rid)  # our own lease on it may have run out, and we be the next to claim it
-        self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
-        if claim.suspect:
-            self._suspect = rid
         try:
             produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
             self._engine.add(claim.job, produced)
         except RequestError as e:
             self._fail(claim, Finish("error", message=e.message, status=e.status))
+            return
         except ProtocolError as e:
             log.error("%s", e, extra={"request_id": rid})
             self._fail(claim, Finish("error", message="The request's tokens were lost; send it again."))
+            return
+        # Not before the engine has it: what an outage kept from it must not be held, for `recover` to give it back.
+        self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
+        if claim.suspect:
+            self._suspect = rid
 
     def _fail(self, claim: Claim, finish: Finish) -> None:
-        self._held.pop(claim.job.rid, None)
         self._queue.fail(self._owner, claim.job.rid, claim.epoch, claim.produced, finish)
 
     def _flush(self, outputs: Iterable[StepOutput]) -> None:
@@ -232,4 +245,7 @@ class Worker:
         given = self._queue.release(self._owner, [(rid, held.epoch) for rid, held in self._held.items()])
         if given:
             log.info("handed back %d requests for another worker", given)
-        self._member.leave(self._client)
+        try:
+            self._member.leave(self._client)
+        except TRANSIENT as e:
+            log.info("this process is listed until its heartbeat runs out: %s", e)

@@ -1,0 +1,130 @@
+"""The worker's loop against a real store, with an engine of a few lines: what it holds when Redis goes away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import redis
+from conftest import Server
+from headrace.shared import keys
+from headrace.shared.clients import Client, connect
+from headrace.shared.errors import StoreUnavailable
+from headrace.shared.ids import shard_in
+from headrace.shared.job_queue import JobQueue
+from headrace.shared.messages import Finish, GenerateJob, ModelCard, TokenChunk
+from headrace.shared.registry import Membership, ProcessInfo
+from headrace.shared.scripts import Scripts
+from headrace.shared.signals import StopSignal
+from headrace.shared.token_stream import Append, TokenStream
+from headrace.worker.interface import StepOutput
+from headrace.worker.loop import Worker
+from kit.queues import SHARDS, submit
+
+TURNS = 40  # of the loop without work, after which a test gives up
+
+
+class Told(StopSignal):
+    """A stop that a test sends."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class OneToken:
+    """Ends each job with one token; `on_step` happens in between."""
+
+    card = ModelCard("m", "m", "sha", 512, 100)
+
+    def __init__(self, stop: Told, on_step: Callable[[], None] = lambda: None) -> None:
+        self.jobs: dict[str, Sequence[int]] = {}
+        self._stop, self._on_step, self._turns = stop, on_step, 0
+
+    def add(self, job: GenerateJob, produced: Sequence[int] = ()) -> None:
+        self.jobs[job.rid] = produced
+
+    def abort(self, rid: str) -> None:
+        self.jobs.pop(rid, None)
+
+    def step(self) -> list[StepOutput]:
+        outputs = [StepOutput(rid, (7,), finish=Finish("length")) for rid in self.jobs]
+        self.jobs.clear()
+        self._on_step()
+        self._stop.count += 1
+        return outputs
+
+    def has_work(self) -> bool:
+        self._turns += 1
+        if self._turns > TURNS:
+            self._stop.count += 2
+        return bool(self.jobs)
+
+    def free_slots(self) -> int:
+        return 8
+
+    def running(self) -> Sequence[str]:
+        return list(self.jobs)
+
+    def check_integrity(self) -> None:
+        assert not self.jobs
+
+    def close(self) -> None:
+        self.jobs.clear()
+
+
+class ForgetfulTokens(TokenStream):
+    """Redis goes away for a moment just when a worker reads what another has published."""
+
+    reads = 0
+
+    def read_ids(self, rid: str, count: int) -> list[int]:
+        self.reads += 1
+        if self.reads == 1:
+            raise redis.exceptions.ConnectionError("gone for a moment")
+        return super().read_ids(rid, count)
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    with connect(redis_url) as client:
+        yield client
+
+
+def worker_of(client: Client, engine: OneToken, stop: Told, tokens: type[TokenStream] = TokenStream) -> Worker:
+    queue, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
+    worker = Worker(
+        engine,
+        JobQueue(client, queue, SHARDS),
+        tokens(client, flushes, "w2", 3.0),
+        client,
+        Membership(ProcessInfo("worker")),
+        owner="w2",
+        consumer="host:0",
+        shards=SHARDS,
+        lease_s=3.0,
+        drain_s=0.0,
+        stream_interval=1,
+        stop=stop,
+    )
+    return worker
+
+
+def test_a_job_whose_tokens_could_not_be_read_is_handed_over_again(client: Client, redis_url: str) -> None:
+    (rid,) = submit(redis_url)
+    queue = JobQueue(client, Scripts(client), SHARDS)
+    (claim,) = queue.pull("m", owner="w1", consumer="host:1", slots=1, lease_s=3.0)
+    TokenStream(client, Scripts(client), "w1").append([Append(claim.epoch, TokenChunk(rid, 0, (5,)))])
+    queue.release("w1", [(rid, claim.epoch)])
+    stop = Told()
+    worker_of(client, OneToken(stop), stop, ForgetfulTokens).run()
+    assert client.hmget(keys.request(shard_in(rid), rid), "st", "n", "att") == [b"gd", b"2", b"0"]
+
+
+def test_a_worker_told_to_stop_does_not_wait_for_redis(client: Client, redis_url: str, redis_server: Server) -> None:
+    submit(redis_url)
+    stop = Told()
+    try:
+        with pytest.raises(StoreUnavailable, match="told to stop"):
+            worker_of(client, OneToken(stop, redis_server.kill), stop).run()
+    finally:
+        redis_server.start()
