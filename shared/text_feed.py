@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from . import keys
@@ -151,11 +151,14 @@ class TextFeed:
 
     async def _repair(self) -> None:
         """Read the streams of those that are behind, at once, and of the quiet ones, every second."""
+        loop = asyncio.get_running_loop()
+        look_at = loop.time() + REPAIR_EVERY_S
         while True:
-            try:
-                async with asyncio.timeout(REPAIR_EVERY_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(look_at):
                     await self._repair_now.wait()
-            except TimeoutError:
+            if loop.time() >= look_at:
+                look_at = loop.time() + REPAIR_EVERY_S
                 self._behind.update(self._quiet & self._by_rid.keys())
                 self._quiet = {rid for rid, f in self._by_rid.items() if rid in f.open}
             self._repair_now.clear()
@@ -178,7 +181,10 @@ class TextFeed:
             following = self._by_rid.get(rid)
             if following is None:
                 continue
-            for entry_id, fields in entries:
-                following.read(*decode_entry(rid, entry_id, fields))
+            try:
+                for entry_id, fields in entries:
+                    following.read(*decode_entry(rid, entry_id, fields))
+            except ProtocolError as e:
+                following.fail(e)  # this reader's alone: the task goes on for the others
             if not there and rid in following.open:
                 following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))

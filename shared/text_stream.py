@@ -148,7 +148,14 @@ def decode_push(data: bytes) -> tuple[TextChunk, Position]:
 
 
 def decode_entry(rid: str, entry_id: bytes, fields: dict[bytes, bytes]) -> tuple[TextChunk, Position]:
-    """A stream entry as a chunk, and its own position."""
-    end, seq = (int(part) for part in entry_id.split(b"-"))
-    text = fields[b"d"]
-    return TextChunk.decode(rid, end - len(text), seq, text, fields[b"m"]), Position(end, seq)
+    """A stream entry as a chunk, and its own position.
+
+    Raises:
+        ProtocolError: the entry is not one of `publish.lua`.
+    """
+    try:
+        end, seq = (int(part) for part in entry_id.split(b"-"))
+        text = fields[b"d"]
+        return TextChunk.decode(rid, end - len(text), seq, text, fields[b"m"]), Position(end, seq)
+    except (KeyError, ValueError) as e:
+        raise ProtocolError(f"text entry {entry_id!r} of {rid} cannot be read: {e}") from e
