@@ -7,6 +7,7 @@ with a short limit, and for blocking reads (BLOCK at most a second), each its ow
 What Redis may answer, and what is done about it:
     NOSCRIPT      scripts are gone (restart, SCRIPT FLUSH): loaded again, the whole call repeated
     LOADING, READONLY, connection lost, timeout: the connection is dropped, the call repeated until its limit
+    MISCONF (its disk is full), NOREPLICAS, BUSY (somebody's script), MASTERDOWN, CLUSTERDOWN: the same
     OOM           memory is full: `Overloaded` at submit; what ends, frees or says that we live goes on (`allow-oom`)
 """
 
@@ -18,7 +19,9 @@ from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
+import redis.asyncio.connection
 import redis.backoff
+import redis.connection
 import redis.exceptions
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.retry import Retry
@@ -28,8 +31,25 @@ from .errors import ConfigError, Overloaded, StoreUnavailable
 COMMAND_TIMEOUT_S = 5.0
 BLOCK_MS = 1000  # the longest a blocking read waits; its socket timeout stands well above it
 
+
+class RefusedForNow(redis.exceptions.ConnectionError):
+    """Redis answers, and takes no command or no write until somebody has mended it; as with LOADING, try again."""
+
+
+# Both kinds of parser look an error's first word up here; redis-py would make plain errors of these.
+_REFUSALS = dict.fromkeys(("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN"), RefusedForNow)
+
+
+class _Parser(redis.connection.DefaultParser):  # type: ignore[misc, valid-type]
+    EXCEPTION_CLASSES = redis.connection.DefaultParser.EXCEPTION_CLASSES | _REFUSALS
+
+
+class _AsyncParser(redis.asyncio.connection.DefaultParser):  # type: ignore[misc, valid-type]
+    EXCEPTION_CLASSES = redis.asyncio.connection.DefaultParser.EXCEPTION_CLASSES | _REFUSALS
+
+
 TRANSIENT = (
-    redis.exceptions.ConnectionError,  # LOADING is one of these
+    redis.exceptions.ConnectionError,  # LOADING and RefusedForNow are some of these
     redis.exceptions.TimeoutError,
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
@@ -52,7 +72,9 @@ def _options(name: str) -> dict[str, Any]:
 def connect(url: str, name: str = "headrace") -> Client:
     """A client for commands and bounded blocking reads, in bytes; nothing is retried by the library."""
     try:
-        return redis.Redis.from_url(url, retry=Retry(redis.backoff.NoBackoff(), 0), **_options(name))
+        return redis.Redis.from_url(
+            url, retry=Retry(redis.backoff.NoBackoff(), 0), parser_class=_Parser, **_options(name)
+        )
     except ValueError as e:
         raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
 
@@ -61,7 +83,11 @@ def connect_async(url: str, name: str = "headrace", connections: int = 64) -> As
     """The same for asyncio. At most `connections` at once; further calls wait for one, 20 s at most."""
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url, max_connections=connections, retry=AsyncRetry(redis.backoff.NoBackoff(), 0), **_options(name)
+            url,
+            max_connections=connections,
+            retry=AsyncRetry(redis.backoff.NoBackoff(), 0),
+            parser_class=_AsyncParser,
+            **_options(name),
         )
     except ValueError as e:
         raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
