@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,8 @@ from . import keys
 from .clients import AsyncClient, Client, write_always
 from .errors import ModelNotFound, ProtocolError
 from .messages import ModelCard
+
+log = logging.getLogger(__name__)
 
 Role = Literal["api", "worker", "detok", "batch"]
 State = Literal["starting", "ready", "draining", "stuck"]
@@ -116,6 +119,16 @@ class Membership:
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
         self._next = float("-inf")
+        self._model: tuple[ModelCard, bytes] | None = None
+
+    def serve(self, client: Client, card: ModelCard, tokenizer: bytes) -> None:
+        """Register a model, and keep it registered from now on: a store that was flushed knows it no more.
+
+        Raises:
+            ProtocolError: as `register_model`.
+        """
+        register_model(client, card, tokenizer)
+        self._model = card, tokenizer
 
     def due(self) -> bool:
         return time.monotonic() >= self._next
@@ -139,7 +152,15 @@ class Membership:
         """Say that we live. A long `ttl_ms` covers the loading of a model."""
         pipe = client.pipeline(transaction=False)
         self._write(pipe, ttl_ms)
-        pipe.execute()
+        if self._model is None:
+            pipe.execute()
+            return
+        card, tokenizer = self._model
+        pipe.hexists(keys.MODELS, card.name)
+        pipe.exists(keys.blob(card.tokenizer))
+        if not all(pipe.execute()[-2:]):
+            log.warning("the store has lost the model %s: registered again", card.name)
+            register_model(client, card, tokenizer)
 
     async def beat_async(self, client: AsyncClient, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
         pipe = client.pipeline(transaction=False)

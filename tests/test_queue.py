@@ -374,6 +374,21 @@ def test_a_full_store_still_knows_who_lives(rig: Rig, full: Callable[[], None]) 
     assert [p.id for p in processes(rig.client)] == [member.info.id]
 
 
+def test_a_worker_registers_its_model_again_in_a_store_that_was_flushed(rig: Rig) -> None:
+    sha = hashlib.sha256(b"tokenizer").hexdigest()
+    card = ModelCard("m", "m", sha, 512, 100)
+    member = Membership(ProcessInfo("worker", model="m"))
+    member.serve(rig.client, card, b"tokenizer")
+    for forget in (rig.client.flushall, lambda: rig.client.delete(keys.blob(sha))):
+        forget()
+        member.beat(rig.client)
+        assert ModelCard.decode(rig.client.hget(keys.MODELS, "m")) == card
+        assert rig.client.get(keys.blob(sha)) == b"tokenizer"
+    rig.client.hset(keys.MODELS, "m", "another worker's card")
+    member.beat(rig.client)
+    assert rig.client.hget(keys.MODELS, "m") == b"another worker's card"
+
+
 def test_a_full_queue_refuses(rig: Rig) -> None:
     for i in range(64):
         rig.submit(rid=family_from(str(i), 1))

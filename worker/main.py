@@ -9,7 +9,7 @@ from ..shared import logs
 from ..shared.clients import connect
 from ..shared.job_queue import JobQueue
 from ..shared.messages import ModelCard
-from ..shared.registry import Membership, ProcessInfo, register_model, take_slot
+from ..shared.registry import Membership, ProcessInfo, take_slot
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
 from ..shared.store import open_store
@@ -42,7 +42,7 @@ def run(settings: WorkerSettings) -> int:
     except BaseException:
         member.leave(client)
         raise
-    register_model(client, engine.card, tokenizer)
+    member.serve(client, engine.card, tokenizer)
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
     consumer = f"{member.info.host}:{slot}"
