@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..shared.errors import ConfigError, HeadraceError
 from ..shared.store import open_store
-from .embedded import DataFolder, find_server, server_version
+from .data_folder import DataFolder
+from .embedded import find_server, server_version
 from .models import resolve
 from .preflight import bind, gpus
 from .settings import ServeSettings, served_models

@@ -1,6 +1,5 @@
 """The embedded Valkey: one server per data folder, on a Unix socket in it, whose append-only file outlives it.
 
-    DATA/serve.lock          held (flock) by the one `serve` of this folder; its text says who that is
     DATA/valkey.sock         the queue's address, for this user alone; in a short folder where DATA is too deep
     DATA/valkey/             append-only file, log, configuration, pid
 
@@ -10,7 +9,6 @@ Durability is one second (`appendfsync everysec`). A server that is still runnin
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,15 +17,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
 from urllib.parse import quote
 
 import redis
 
 from ..shared.clients import TRANSIENT, Client, connect
 from ..shared.errors import ConfigError, StoreRefused
+from .data_folder import DataFolder
 from .process import is_alive, program_command
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 108 on Linux and 104 on macOS
@@ -80,55 +77,6 @@ def socket_path(data_dir: Path) -> Path:
     digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:12]
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base) / f"headrace-{os.getuid()}-{digest}" / "valkey.sock"
-
-
-class DataFolder:
-    """A data folder and the lock that makes it one `serve`'s.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().resolve()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as e:
-            raise ConfigError(
-                f"--data-dir (HEADRACE_DATA_DIR): {self.path} cannot be written ({e.strerror}); "
-                "give another folder or change its owner"
-            ) from e
-
-    @contextlib.contextmanager
-    def locked(self, url: str) -> Iterator[None]:
-        """Hold the folder for this process; `url` is told to whoever comes second.
-
-        Raises:
-            ConfigError: another process has it.
-        """
-        with open(self.path / "serve.lock", "a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(self._taken(lock)) from None
-            lock.truncate(0)
-            lock.write(json.dumps({"pid": os.getpid(), "url": url}))
-            lock.flush()
-            yield
-
-    def _taken(self, lock: TextIO) -> str:
-        lock.seek(0)
-        try:
-            holder: dict[str, Any] = json.loads(lock.read())
-        except json.JSONDecodeError:  # taken this moment, or by a serve that is going down
-            holder = {}
-        return (
-            f"--data-dir (HEADRACE_DATA_DIR): {self.path} is in use by the headrace serve with pid "
-            f"{holder.get('pid', 'unknown')} at {holder.get('url', 'an unknown address')}; "
-            "use that one, stop it, or give another --data-dir"
-        )
 
 
 class EmbeddedServer:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..shared.errors import ConfigError
 from ..shared.store import parse_bytes
-from .embedded import DataFolder, EmbeddedServer, find_server
+from .data_folder import DataFolder
+from .embedded import EmbeddedServer, find_server
 from .models import resolve
 from .settings import ServedModel, ServeSettings
 

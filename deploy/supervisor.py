@@ -25,7 +25,8 @@ from ..shared.errors import ConfigError
 from ..shared.registry import processes
 from ..shared.store import open_store
 from .child import Child, ChildFailed, Deaths
-from .embedded import DataFolder, EmbeddedServer
+from .data_folder import DataFolder
+from .embedded import EmbeddedServer
 from .preflight import bind, embedded_server, gpus, locate, url_of
 from .settings import ServedModel, ServeSettings, child_environment, role_settings, served_models
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 from headrace.deploy import embedded
-from headrace.deploy.embedded import MAX_SOCKET_PATH, DataFolder, EmbeddedServer, find_server, server_version
+from headrace.deploy.data_folder import DataFolder
+from headrace.deploy.embedded import MAX_SOCKET_PATH, EmbeddedServer, find_server, server_version
 from headrace.deploy.process import is_alive
 from headrace.shared.errors import ConfigError, StoreRefused
 from headrace.shared.settings import StoreSettings
@@ -23,7 +24,8 @@ MEMORY = 64 << 20
 
 STARTER = """
 import sys, time
-from headrace.deploy.embedded import DataFolder, EmbeddedServer
+from headrace.deploy.data_folder import DataFolder
+from headrace.deploy.embedded import EmbeddedServer
 server = EmbeddedServer(DataFolder(sys.argv[1]), maxmemory=64 << 20)
 server.start()
 print(server.pid, flush=True)
