@@ -10,6 +10,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..shared.clients import TRANSIENT, as_overloaded
 from ..shared.errors import (
@@ -99,6 +100,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HeadraceError, _headrace_error)
     for kind in TRANSIENT:
         app.add_exception_handler(kind, _headrace_error)
-    app.add_exception_handler(ClientGone, _gone)
+    for gone in (ClientGone, ClientDisconnect):  # while it waited; while its body was read
+        app.add_exception_handler(gone, _gone)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
