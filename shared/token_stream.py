@@ -47,7 +47,7 @@ class TokenStream:
         self._client = client
         self._scripts = scripts
         self._owner = owner
-        self._lease_ms = int(lease_s * 1000)
+        self.lease_s = lease_s  # what each append renews the lease to
         self._in_flight: tuple[list[Call], list[Append]] | None = None
 
     def append(self, writes: Sequence[Append]) -> dict[str, Written]:
@@ -61,7 +61,7 @@ class TokenStream:
         ordered = sorted(writes, key=lambda w: shard_in(w.chunk.rid))
         calls = []
         for shard, group in groupby(ordered, lambda w: shard_in(w.chunk.rid)):
-            args = [self._owner, self._lease_ms, *(arg for w in group for arg in _encode(w))]
+            args = [self._owner, int(self.lease_s * 1000), *(arg for w in group for arg in _encode(w))]
             calls.append(Call("append", shard, args))
         self._in_flight = (calls, ordered)
         if calls:

@@ -21,6 +21,7 @@ from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import Append, TokenStream, Written
 from .interface import Engine, StepOutput
+from .pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Worker:
         self._member = member
         self._owner = owner
         self._consumer = consumer
-        self._lease_s = lease_s
+        self._pace = Pace(lease_s)
         self._drain_s = drain_s
         self._interval = stream_interval
         self._stop = stop
@@ -81,7 +82,7 @@ class Worker:
         while self._going():
             self._beat()
             self._take_jobs()
-            outputs = self._engine.step() if self._engine.has_work() else []
+            outputs = self._step()
             self._settle()
             self._flush(outputs)
             if not self._held:
@@ -136,13 +137,22 @@ class Worker:
         except TRANSIENT as e:
             self.note_outage(e)
 
+    def _step(self) -> list[StepOutput]:
+        if not self._engine.has_work():
+            return []
+        begun = time.monotonic()
+        outputs = self._engine.step()
+        self._pace.measure(time.monotonic() - begun)
+        self._tokens.lease_s = self._pace.lease_s
+        return outputs
+
     def _pull(self, slots: int) -> list[Claim]:
         return self._queue.pull(
             self._pool,
             owner=self._owner,
             consumer=self._consumer,
             slots=slots,
-            lease_s=self._lease_s,
+            lease_s=self._pace.lease_s,
             quiet=not any(held.fresh for held in self._held.values()),
         )
 
@@ -192,7 +202,7 @@ class Worker:
                 if output.finish:
                     del self._held[output.rid]
         for rid, held in self._held.items():
-            if now - held.renewed_at > self._lease_s / 4:
+            if now - held.renewed_at > self._pace.lease_s / 4:
                 writes.append(self._write(rid, held, None, now))
         self._tokens.begin_append(writes)
 

@@ -17,6 +17,7 @@ from ..shared.token_stream import TokenStream
 from .card import load_card
 from .interface import Engine
 from .loop import Worker
+from .pace import calm_threads
 from .settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def _load_engine(settings: WorkerSettings, card: ModelCard, tokenizer: bytes) ->
         from .scripted import ScriptedEngine
 
         return ScriptedEngine(settings, card, tokenizer)
+    calm_threads()
     from .engine.engine import TransformersEngine
 
     return TransformersEngine(settings)
