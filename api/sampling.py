@@ -76,7 +76,8 @@ def _build(given: dict[str, Any], card: ModelCard, prefix: str, keep_none: set[s
             raise InvalidRequest(
                 f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=f"{prefix}stop_token_ids"
             )
-    params = SamplingParams(**{k: v for k, v in given.items() if v is not None or k in keep_none})
+    known: dict[str, Any] = {k: v for k, v in given.items() if v is not None or k in keep_none}
+    params = SamplingParams(**known)
     if params.max_new_tokens is not None and params.min_new_tokens > params.max_new_tokens:
         raise InvalidRequest(
             f"At least {params.min_new_tokens} and at most {params.max_new_tokens} tokens cannot both hold.",

@@ -173,7 +173,7 @@ class ChatTemplates:
 
     def __init__(self, override: str | None = None, content_format: ContentFormat | None = None, size: int = 32):
         self._override = override
-        self._content_format = content_format
+        self._content_format: ContentFormat | None = content_format
         self._size = size
         self._compiled: OrderedDict[str, ChatTemplate] = OrderedDict()
 

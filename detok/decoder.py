@@ -23,15 +23,19 @@ class Decoder(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Consume ids and return the text that is now certain; half a character waits for its other half."""
+        ...
 
     def flush(self) -> str:
         """The output ends here: return what was waiting, as the tokenizer writes what is not whole."""
+        ...
 
     def snapshot(self) -> Snapshot:
         """The state after the ids consumed so far."""
+        ...
 
     def restore(self, snapshot: Sequence[Any]) -> None:
         """Take the state of another decoder of the same request."""
+        ...
 
 
 def make_decoder(vocab: Vocabulary, params: DecodeParams) -> Decoder:

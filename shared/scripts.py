@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -20,6 +20,7 @@ import redis.exceptions
 from . import keys
 from .clients import TRANSIENT, AsyncClient, Client, Patience
 
+LUA = Path(__file__).with_name("lua")
 NAMES = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
 
 Arg = str | bytes | int | float
@@ -37,10 +38,9 @@ class Call:
 @cache
 def source(name: str) -> str:
     """The text of a script: its flags line, the common part, its own."""
-    folder = files(__package__) / "lua"
-    own = (folder / f"{name}.lua").read_text()
+    own = (LUA / f"{name}.lua").read_text()
     flags, _, rest = own.partition("\n") if own.startswith("#!") else ("#!lua", "", own)
-    return f"{flags}\n{(folder / 'common.lua').read_text()}\n{rest}"
+    return f"{flags}\n{(LUA / 'common.lua').read_text()}\n{rest}"
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import redis
+import redis.exceptions
 
 from . import keys
 from .clients import TRANSIENT, Client, Patience, connect

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import redis.exceptions
 
 ROOT = Path(__file__).resolve().parent.parent
 # A folder named `kernels` at the front of sys.path would be taken for a package of that name.

@@ -60,12 +60,13 @@ def test_a_default_is_cut_to_the_context_and_a_wish_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [256, 257, 100_000])
 def test_a_prompt_as_long_as_the_context_is_refused(size: int) -> None:
-    for endpoint, body in (
+    bodies: tuple[tuple[Endpoint, Any], ...] = (
         (COMPLETIONS, {"model": "m", "prompt": "~" * size}),
         (COMPLETIONS, {"model": "m", "prompt": [97] * size}),
         (CHAT, {"model": "m", "messages": [{"role": "user", "content": "~" * size}]}),
         (GENERATE, {"text": "~" * size}),
-    ):
+    )
+    for endpoint, body in bodies:
         assert refused(endpoint, body).code == "context_length_exceeded"
 
 

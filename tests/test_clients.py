@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+import redis.exceptions
 from headrace.shared.clients import RefusedForNow, connect, connect_async
 from headrace.shared.errors import StoreUnavailable
 from headrace.shared.scripts import AsyncScripts, Call, Scripts

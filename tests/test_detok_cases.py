@@ -212,7 +212,8 @@ def test_27_the_bytes_of_a_character_in_four_tokens() -> None:
     given = [TokenLogprob(-1.0)] * 5
     ids = [*BYTES.spelled("😊"), *BYTES.ids("<|im_end|>")]
     chunks = decode([ids], params(return_logprob=True), logprobs=given)
-    got = chunks[0].logprobs or ()
+    got = chunks[0].logprobs
+    assert got is not None
     assert [p.bytes for p in got] == [(240,), (159,), (152,), (138,), tuple(b"<|im_end|>")]
     assert got[-1].token == "<|im_end|>"  # shown, though the text leaves it out
     assert chunks[0].text == "😊"

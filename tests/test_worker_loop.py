@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-import redis
+import redis.exceptions
 from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect

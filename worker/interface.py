@@ -35,24 +35,32 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: the job can never run here (its context does not fit, an option is unknown).
         """
+        ...
 
     def abort(self, rid: str) -> None:
         """Forget a sequence at once; unknown ids are ignored."""
+        ...
 
     def step(self) -> list[StepOutput]:
         """Run one step and say what it made. One that failed for a sequence answers with `Finish("error")`."""
+        ...
 
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
+        ...
 
     def free_slots(self) -> int:
         """How many more sequences `add` takes now without making others wait long."""
+        ...
 
     def running(self) -> Sequence[str]:
         """The rids held, in any order."""
+        ...
 
     def check_integrity(self) -> None:
         """Assert that no block or slot is lost. Called when idle."""
+        ...
 
     def close(self) -> None:
         """Free the device."""
+        ...

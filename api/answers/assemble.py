@@ -21,6 +21,7 @@ class AnswerStream(Protocol):
 
     def last(self) -> Iterator[StreamEvent]:
         """What follows once all choices have ended."""
+        ...
 
 
 def stream_of(plan: Plan) -> AnswerStream:

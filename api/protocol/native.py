@@ -44,7 +44,7 @@ class GenerateRequest(RequestModel):
     model: str | None = None  # may be left out where one model is registered
     text: TextPrompt | None = None
     input_ids: IdsPrompt | None = None
-    sampling_params: SamplingParamsBody = Field(default_factory=SamplingParamsBody)
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
     stream: bool = False
     incremental_streaming_output: bool = False  # a stream's events hold what is new instead of all so far
     return_logprob: bool = False
