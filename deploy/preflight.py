@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 
 from ..shared.errors import ConfigError
-from ..shared.store import parse_bytes
 from .data_folder import DataFolder
 from .embedded import EmbeddedServer, find_server
 from .models import resolve
@@ -75,14 +74,10 @@ def embedded_server(settings: ServeSettings, folder: DataFolder) -> EmbeddedServ
             f"--redis-host (HEADRACE_REDIS_HOST): {settings.redis_host} opens the queue to other machines; "
             "set HEADRACE_REDIS_PASSWORD, too"
         )
-    if settings.redis_memory:
-        maxmemory = parse_bytes(settings.redis_memory, "--redis-memory (HEADRACE_REDIS_MEMORY)")
-    else:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        maxmemory = max(SMALLEST_MEMORY, machine // SHARE_OF_MEMORY)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return EmbeddedServer(
         folder,
-        maxmemory=maxmemory,
+        maxmemory=settings.redis_memory or max(SMALLEST_MEMORY, machine // SHARE_OF_MEMORY),
         port=settings.redis_port,
         host=settings.redis_host,
         password=settings.redis_password,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..shared.errors import ConfigError
-from ..shared.settings import Settings, StoreSettings, StrTuple
+from ..shared.settings import Bytes, Settings, StoreSettings, StrTuple
 from .models import split_name
 
 
@@ -43,7 +43,7 @@ class ServeSettings(StoreSettings):
     deterministic: bool = Field(False, description="same bytes whatever else runs")
     context_length: int = Field(0, ge=0, description="tokens, prompt and output together; 0: the model's own")
     threads: int = Field(0, ge=0, description="CPU threads of each worker; 0: the cores, shared by the workers")
-    kv_memory: str = Field("auto", description="memory of each worker's K/V pool (2gb); auto: by what is free")
+    kv_memory: Bytes = Field(0, ge=0, description="memory of each worker's K/V pool (2gb); 0: by what is free")
     max_running: int = Field(0, ge=0, description="sequences that a worker generates together; 0: by device")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
 

@@ -11,7 +11,7 @@ from ..shared.job_queue import JobQueue
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
-from ..shared.store import open_store, parse_bytes
+from ..shared.store import open_store
 from ..shared.text_stream import TextStream
 from ..shared.token_stream import TokenStream
 from .loop import Detokenizer
@@ -32,9 +32,6 @@ def run(settings: DetokSettings) -> int:
     logs.setup("detok", settings.log_level, settings.log_json)
     stop = StopSignal()
     store = open_store(settings)
-    budget = store.text_budget
-    if settings.text_budget:
-        budget = parse_bytes(settings.text_budget, "--text-budget (HEADRACE_TEXT_BUDGET)") // store.shards
     client = connect(settings.redis_url, "detok")
     member = Membership(ProcessInfo("detok"))
     member.beat(client)
@@ -52,7 +49,7 @@ def run(settings: DetokSettings) -> int:
         client,
         member,
         lease_s=settings.lease_s,
-        text_budget=budget,
+        text_budget=settings.text_budget // store.shards or store.text_budget,
         slice_requests=settings.slice_requests,
         stop=stop,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..shared.settings import StoreSettings
+from ..shared.settings import Bytes, StoreSettings
 
 
 class DetokSettings(StoreSettings):
@@ -13,4 +13,4 @@ class DetokSettings(StoreSettings):
     slice_requests: int = Field(
         256, ge=1, description="requests read and published at once; leases are renewed in between"
     )
-    text_budget: str = Field("", description="finished text to keep for readers (512mb); by default a share of memory")
+    text_budget: Bytes = Field(0, ge=0, description="finished text to keep for readers (512mb); 0: a share of memory")

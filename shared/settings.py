@@ -6,6 +6,7 @@ times, or the variable with commas. What is wrong is refused at start with a `Co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +24,19 @@ def _split(value: Any) -> Any:
     return value
 
 
+def parse_bytes(text: str) -> int:
+    """`2gb`, `512MiB`, `1.5g` or a plain number of bytes, in powers of 1,024. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if match is None:
+        raise ValueError("should be a size such as 2gb or 512mb")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]
 StrTuple = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 IntTuple = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split)]
 FloatTuple = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split)]
@@ -48,7 +62,7 @@ class StoreSettings(Settings):
 
     redis_url: str = Field("", description="redis://, rediss:// or unix:// URL of the queue")
     control_redis_url: str = Field("", description="Redis of batches, files and RQ; by default the queue's")
-    redis_memory: str = Field("", description="memory Redis may use (2gb) where the server sets no maxmemory")
+    redis_memory: Bytes = Field(0, ge=0, description="memory Redis may use (2gb) where it sets no maxmemory itself")
     lease_s: float = Field(6.0, ge=0.2, description="seconds until a silent worker's requests move to another")
     shard_lease_s: float = Field(3.0, ge=0.2, description="seconds until a silent detokenizer's shards move")
     log_level: str = Field("info", description="debug, info, warning or error")

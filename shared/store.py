@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +30,6 @@ class Store:
     def text_budget(self) -> int:
         """Bytes of finished text that one shard keeps."""
         return int((self.memory or 4 << 30) * TEXT_SHARE / self.shards)
-
-
-def parse_bytes(text: str, setting: str) -> int:
-    """`512mb`, `2gb`, `1073741824` → bytes.
-
-    Raises:
-        ConfigError: naming `setting` and the value.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
-    if match is None:
-        raise ConfigError(f"{setting}: expected a size such as 512mb or 2gb, got {text!r}")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
 
 
 def open_store(settings: StoreSettings, wait_s: float = 10.0) -> Store:
@@ -75,10 +62,8 @@ def _check(client: Client, settings: StoreSettings) -> Store:
             f"Redis evicts keys (maxmemory-policy {policy}): requests would vanish. "
             "Set it to noeviction: CONFIG SET maxmemory-policy noeviction"
         )
-    memory = int(info.get("maxmemory", 0))
-    if settings.redis_memory:
-        memory = parse_bytes(settings.redis_memory, "--redis-memory (HEADRACE_REDIS_MEMORY)")
-    elif memory == 0:
+    memory = settings.redis_memory or int(info.get("maxmemory", 0))
+    if memory == 0:
         raise StoreRefused(
             "Redis has no maxmemory, so nothing tells when it is full. "
             "Set it (CONFIG SET maxmemory 2gb), or say what may be used with --redis-memory 2gb"

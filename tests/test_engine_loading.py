@@ -18,7 +18,7 @@ from headrace.shared.settings import load
 from headrace.worker.card import load_card
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.loader import load_model
-from headrace.worker.settings import WorkerSettings, parse_bytes
+from headrace.worker.settings import WorkerSettings
 from kit import engines, tiny_models
 
 
@@ -152,7 +152,7 @@ def test_an_unknown_architecture_is_refused(folder: Path) -> None:
 
 
 def test_a_pool_that_does_not_hold_one_context_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory .* 8kb gives 0 MiB, and one context of 256 tokens needs"):
+    with pytest.raises(ConfigError, match=r"--kv-memory .* there are 0 MiB, and one context of 256 tokens needs"):
         engines.tiny_engine(folder, kv_memory="8kb")
 
 
@@ -160,7 +160,7 @@ def test_a_pool_that_does_not_hold_one_context_is_refused(folder: Path) -> None:
     ("text", "size"), [("2gb", 2 << 30), ("512 MiB", 512 << 20), ("1.5g", 3 << 29), ("4096", 4096), ("8k", 8192)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+    assert load(WorkerSettings, ["--kv-memory", text], "headrace worker").kv_memory == size
 
 
 @pytest.mark.parametrize(

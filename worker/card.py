@@ -21,7 +21,6 @@ from ..shared.messages import ModelCard
 from .settings import WorkerSettings
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
@@ -55,10 +54,11 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
 
 
 def resolve_model(settings: WorkerSettings) -> tuple[str, Path]:
-    """The name clients use and the local folder of `--model NAME=DIR`, `DIR` or a hub id.
+    """The name clients use and the folder of `--model NAME=DIR` or `DIR`. The command line has fetched what was a name
+    of the catalog or a hub id.
 
     Raises:
-        ModelRefused: there is no such folder, and the hub has no such model or does not answer.
+        ModelRefused: there is no such folder.
     """
     name, separator, place = settings.model.partition("=")
     if not separator:
@@ -67,22 +67,8 @@ def resolve_model(settings: WorkerSettings) -> tuple[str, Path]:
         raise ConfigError("--model (HEADRACE_MODEL): give NAME=DIR, a model folder, or a hub id; got nothing")
     folder = Path(place).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(place)
-    return settings.served_model_name or name or Path(place).expanduser().resolve().name, folder
-
-
-def _from_hub(place: str) -> Path:
-    if not _HUB_ID.fullmatch(place):
-        raise ModelRefused(f"--model {place}: no such folder; give one with config.json, or a hub id like org/name")
-    try:
-        import huggingface_hub
-    except ImportError as e:
-        raise ModelRefused(f"--model {place}: no such folder, and no huggingface_hub to fetch it with") from e
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
-    try:
-        return Path(huggingface_hub.snapshot_download(place, allow_patterns=patterns))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as e:
-        raise ModelRefused(f"--model {place}: no such folder, and the hub did not give it: {e}") from e
+        raise ModelRefused(f"--model {place}: no such folder; give one with config.json")
+    return settings.served_model_name or name or folder.resolve().name, folder
 
 
 def _read_json(folder: Path, name: str, *, required: bool = False) -> dict[str, Any]:

@@ -7,17 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..shared.settings import StoreSettings
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_bytes(text: str) -> int:
-    """`2gb`, `512MiB`, `1.5g` or a plain number of bytes, in powers of 1,024. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    if match is None:
-        raise ValueError("should be a size such as 2gb or 512mb")
-    return int(float(match[1]) * _UNITS[match[2]])
+from ..shared.settings import Bytes, StoreSettings
 
 
 class WorkerSettings(StoreSettings):
@@ -29,7 +19,7 @@ class WorkerSettings(StoreSettings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     context_length: int = Field(0, ge=0, description="tokens, prompt and output together; 0: the model's own")
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: OMP_NUM_THREADS, or one per core")
-    kv_memory: str = Field("auto", description="memory of the K/V pool (2gb); auto: by what is free")
+    kv_memory: Bytes = Field(0, ge=0, description="memory of the K/V pool (2gb); 0: by what is free")
     block_size: int = Field(16, ge=1, description="tokens of one K/V block")
     max_running: int = Field(0, ge=0, description="sequences that generate together; 0: 32 on a CPU, 256 on a GPU")
     max_batch_tokens: int = Field(0, ge=0, description="tokens of one step; 0: 256 on a CPU, 8192 on a GPU")
@@ -43,13 +33,6 @@ class WorkerSettings(StoreSettings):
     def _device(cls, value: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
             raise ValueError("should be auto, cpu, cuda or cuda:N")
-        return value
-
-    @field_validator("kv_memory")
-    @classmethod
-    def _kv_memory(cls, value: str) -> str:
-        if value != "auto":
-            parse_bytes(value)
         return value
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...shared.errors import ConfigError
-from ..settings import WorkerSettings, parse_bytes
+from ..settings import WorkerSettings
 from .kv_cache import LayerShape
 
 # Of what is free once the weights are loaded. A GPU is ours alone; a CPU's memory is shared with Redis and the rest.
@@ -35,12 +35,12 @@ def num_blocks(
     """
     block_bytes = settings.block_size * sum(shape.bytes_per_token(dtype) for shape in layers)
     context = -(-context_length // settings.block_size)
-    memory = _free_memory(device) if settings.kv_memory == "auto" else parse_bytes(settings.kv_memory)
+    memory = settings.kv_memory or _free_memory(device)
     blocks = min(memory // block_bytes - 1, context * max_running)
     if blocks < context:
         raise ConfigError(
-            f"--kv-memory (HEADRACE_KV_MEMORY): {settings.kv_memory} gives {memory >> 20} MiB, and one context of "
-            f"{context_length} tokens needs {(context + 1) * block_bytes >> 20} MiB; "
+            f"--kv-memory (HEADRACE_KV_MEMORY): there are {memory >> 20} MiB, and one context of {context_length} "
+            f"tokens needs {(context + 1) * block_bytes >> 20} MiB; "
             "give more, or a smaller --context-length"
         )
     return blocks + 1
