@@ -41,10 +41,6 @@ def choices(family: str, n: int) -> tuple[str, ...]:
     return tuple(f"{family}.{i}" for i in range(n))
 
 
-def family_of(rid: str) -> str:
-    return rid.rpartition(".")[0]
-
-
 def shard_in(rid: str) -> int:
     """The shard of a rid or a family.
 

@@ -28,9 +28,13 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:workers                       zset     process ids of every role by last heartbeat (ms)
     hr:worker:<id>                   JSON     what that process says of itself; expires
     hr:slot:<host>:<n>               string   the process that names its consumers <host>:<n>; expires
-    hr:batch:*, hr:file:*            …        on the control Redis: api/batches and api/files
+    hr:batch*, hr:file*, hr:upload*  …        on the control Redis: api/batches/store.py, api/files/store.py, uploads.py
+
+Entries of `t:<rid>`: `t` ids in decimal, `lp` their logprobs (JSON), `ct` cached prompt tokens; the end marker: `fin`.
+Entries of `x:<rid>`: `d` text, `m` the rest of its TextChunk (JSON).
 
 Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
+    v    version of the fields
     st   q waiting · run at a worker · gd generated, text not all out · done
     n    tokens produced          c   tokens consumed by the detokenizer      o   bytes of text published
     xk   seq of the last text entry at offset o
@@ -56,8 +60,7 @@ WORKERS = "hr:workers"
 GROUP = "workers"
 
 # Lifetimes, in ms.
-KEEP_STREAM_MS = 600_000  # text of a finished stream: a client may come back for it
-KEEP_WHOLE_MS = 30_000  # text of a finished request that was not streamed: only a repair reads it again
+KEEP_WHOLE_MS = 30_000  # text of a finished request that was not streamed: only a repair reads it (a stream's: keep_s)
 PROCESS_TTL_MS = 15_000  # a process that says nothing for so long is gone
 MAX_ATTEMPTS = 3  # deaths of a request's worker before it published a token; SUSPECT_AT in lua/common.lua is one less
 

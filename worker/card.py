@@ -38,7 +38,7 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
     text = config.get("text_config") or config
     card = ModelCard(
         name=name,
-        pool=re.sub(r"[^A-Za-z0-9._-]", "_", name),
+        pool=_pool(name),
         tokenizer=hashlib.sha256(tokenizer).hexdigest(),
         context_length=_context_length(settings, text),
         vocab_size=int(text.get("vocab_size", 0)),
@@ -51,6 +51,12 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
         created=int(time.time()),
     )
     return card, tokenizer
+
+
+def _pool(name: str) -> str:
+    """A name that can stand in a key; two models never share one, or they would run each other's jobs."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def resolve_model(settings: WorkerSettings) -> tuple[str, Path]:

@@ -15,9 +15,6 @@ from typing import BinaryIO
 
 from ...shared.errors import InvalidRequest, TooLarge
 
-MAX_FIELD_BYTES = 1 << 20
-WRITE_BYTES = 1 << 20  # gathered before one hop to a thread and the disk
-
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
