@@ -124,7 +124,10 @@ class Inference:
             )
             for i, job in enumerate(prepared.jobs)
         ]
-        await asyncio.gather(*submits)
+        # All of them first: a failure takes out of the queue what was accepted, and must not come before it.
+        for result in await asyncio.gather(*submits, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
 
 async def _nothing(prepared: Prepared) -> AsyncIterator[TextChunk]:

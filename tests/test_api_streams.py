@@ -219,6 +219,31 @@ def test_a_refused_submit_takes_back_what_was_accepted() -> None:
     asyncio.run(go())
 
 
+class FirstRefused(FakeBackend):
+    """Refuses the first prompt at once, and accepts the others a little later."""
+
+    async def submit(self, job: GenerateJob, **options: Any) -> tuple[str, ...]:
+        if job.input_ids == (0,):
+            raise Unavailable("down")
+        await asyncio.sleep(0.05)
+        assert not self.cancelled, "taken back before it was accepted, it would run for nobody"
+        return await super().submit(job, **options)
+
+
+def test_what_is_still_being_accepted_is_taken_back_too() -> None:
+    async def go() -> None:
+        served = services(backend)
+        prepared = await served.inference.prepare("/v1/completions", {"model": "m", "prompt": [[0], [1]]}, Caller())
+        with pytest.raises(Unavailable):
+            await served.inference.complete(prepared)
+        await served.readers.settle()
+        assert len(backend.jobs) == 1
+        assert sorted(backend.cancelled) == sorted(prepared.plan.rids)
+
+    backend = FirstRefused()
+    asyncio.run(go())
+
+
 def test_a_client_that_comes_back_ends_its_older_connection() -> None:
     async def go() -> None:
         served = services(backend)
