@@ -159,6 +159,7 @@ def test_a_form_that_lacks_something_stores_nothing(
         ("application/json", b"{}"),
         ("multipart/form-data", b"--x--"),
         ("multipart/form-data; boundary=x", b"nonsense"),
+        ("multipart/form-data; boundary=" + "x" * 5000, b"--x--"),
         (
             "multipart/form-data; boundary=x",
             b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n',
@@ -169,6 +170,17 @@ def test_a_body_that_is_no_form_is_a_400(url: str, content_type: str, body: byte
     reply = httpx.post(f"{url}/v1/files", content=body, headers={"content-type": content_type})
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("count", "size"), [(65, 1), (3, MB // 2)])
+def test_a_form_is_not_a_way_to_fill_the_memory(url: str, tmp_path: Path, count: int, size: int) -> None:
+    body = b"".join(
+        b'--x\r\nContent-Disposition: form-data; name="f%d"\r\n\r\n%s\r\n' % (i, b"y" * size) for i in range(count)
+    )
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    reply = httpx.post(f"{url}/v1/files", content=body + b"--x--\r\n", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+    assert list((tmp_path / "files").iterdir()) == list((tmp_path / "incoming").iterdir()) == []
 
 
 def test_parts_come_in_any_order(url: str) -> None:

@@ -7,14 +7,15 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...shared.errors import InvalidRequest, TooLarge
 from ..fields import missing_parameter
 from .incoming import IncomingFile
 
-MAX_FIELD_BYTES = 1 << 20
+MAX_FIELDS = 64
+MAX_FIELD_BYTES = 1 << 20  # of all fields together, for they are held in memory
 WRITE_BYTES = 1 << 20  # gathered before one hop to a thread and the disk
 
 
@@ -47,19 +48,26 @@ class FormReader:
         self._header, self._value, self._text = bytearray(), bytearray(), bytearray()
         self._field = ""
         self._to_file = False
-        self._parser = MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_part_data": self._part_data,
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        self._parts = self._field_bytes = 0
+        self._parser = self._make_parser(options[b"boundary"])
+
+    def _make_parser(self, boundary: bytes) -> MultipartParser:
+        try:
+            return MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                    "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._part_data,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as e:
+            raise InvalidRequest(f"The multipart boundary cannot be used: {e}") from e
 
     async def read(self, body: AsyncIterator[bytes]) -> Form:
         """Consume the body. Raises InvalidRequest when it is not whole."""
@@ -81,6 +89,9 @@ class FormReader:
             raise InvalidRequest(f"The multipart body cannot be read: {e}") from e
 
     def _begin_part(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_FIELDS:
+            raise TooLarge(f"The form has more than {MAX_FIELDS} fields.")
         self._headers.clear()
         self._text.clear()
 
@@ -104,8 +115,9 @@ class FormReader:
             self._incoming.write(data[start:end])
             return
         self._text += data[start:end]
-        if len(self._text) > MAX_FIELD_BYTES:
-            raise TooLarge(f"The field '{self._field}' is larger than {MAX_FIELD_BYTES} bytes.", param=self._field)
+        self._field_bytes += end - start
+        if self._field_bytes > MAX_FIELD_BYTES:
+            raise TooLarge(f"The form's fields are larger than {MAX_FIELD_BYTES} bytes.", param=self._field)
 
     def _end_part(self) -> None:
         if not self._to_file:
