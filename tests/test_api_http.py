@@ -262,6 +262,10 @@ def test_the_native_route_answers_one_or_many(api: Api) -> None:
 def test_a_stop_that_matched_is_named(api: Api) -> None:
     api.backend.script = lambda job, choice: say("x", finish=Finish("stop", matched="END"))
     assert api.post("/generate", {"text": "a"}).json()["meta_info"]["finish_reason"]["matched"] == "END"
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"model": "m", "prompt": "a"})):
+        assert api.post(path, body).json()["choices"][0]["matched_stop"] == "END"
+        choices = [event["choices"][0] for _, event in api.events(path, body | {"stream": True})]
+        assert [choice.get("matched_stop") for choice in choices] == [None] * (len(choices) - 1) + ["END"]
 
 
 def test_headers_of_a_stream(api: Api) -> None:

@@ -162,6 +162,7 @@ class Worker:
         return held is not None and held.fresh
 
     def _recover(self) -> None:
+        self._settle()  # an end that is still in flight would look like a job that was lost
         given_back = self._queue.recover(self._pool, owner=self._owner, consumer=self._consumer, held=self._held)
         self._outage = False
         log.info("Redis answers again; gave back %d jobs whose hand-over was cut", given_back)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...shared.messages import TextChunk, TextLogprob, Usage
+from ...shared.messages import Finish, TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.chat import ChatChoiceBody, ChatCompletionBody, ChatLogprobsBody, ContentLogprobBody, LogprobBody
 from .events import OPENED, StreamEvent, place_of
@@ -26,12 +26,15 @@ def chat_body(plan: Plan, choices: Sequence[Choice]) -> ChatCompletionBody:
 
 
 def _choice_body(plan: Plan, index: int, choice: Choice) -> ChatChoiceBody:
-    return {
+    body: ChatChoiceBody = {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
         "logprobs": logprobs_body(choice.logprobs) if plan.logprobs else None,
         "finish_reason": choice.reason,
     }
+    if choice.matched is not None:
+        body["matched_stop"] = choice.matched
+    return body
 
 
 def logprobs_body(logprobs: Sequence[TextLogprob]) -> ChatLogprobsBody:
@@ -70,7 +73,7 @@ class ChatStream:
             logprobs = logprobs_body(chunk.logprobs or ()) if self._plan.logprobs else None
             yield self._event(index, {"content": chunk.text}, place, usage=chunk.usage, logprobs=logprobs)
         if chunk.finish is not None:
-            yield self._event(index, {}, place_of(chunk), usage=chunk.usage, reason=chunk.finish.type)
+            yield self._event(index, {}, place_of(chunk), usage=chunk.usage, finish=chunk.finish)
 
     def last(self) -> Iterator[StreamEvent]:
         if self._plan.include_usage:
@@ -84,9 +87,12 @@ class ChatStream:
         *,
         usage: Usage,
         logprobs: ChatLogprobsBody | None = None,
-        reason: str | None = None,
+        finish: Finish | None = None,
     ) -> StreamEvent:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        reason = finish.type if finish is not None else None
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if finish is not None and finish.matched is not None:
+            choice["matched_stop"] = finish.matched
         body: dict[str, Any] = {**self._head(), "choices": [choice]}
         if self._plan.continuous_usage:
             body["usage"] = usage_of(self._plan, self._usages)

@@ -47,6 +47,8 @@ def _choice_body(plan: Plan, index: int, choice: Choice) -> CompletionChoiceBody
         "logprobs": _logprobs(plan, choice, len(echo)),
         "finish_reason": choice.reason,
     }
+    if choice.matched is not None:
+        body["matched_stop"] = choice.matched
     if plan.token_ids:
         body["token_ids"] = choice.token_ids
     return body
@@ -92,6 +94,8 @@ class CompletionStream:
             "logprobs": self._logprobs(index, chunk),
             "finish_reason": chunk.finish.type if chunk.finish else None,
         }
+        if chunk.finish is not None and chunk.finish.matched is not None:
+            choice["matched_stop"] = chunk.finish.matched
         if self._plan.token_ids:
             choice["token_ids"] = list(chunk.token_ids or ())
         body: dict[str, Any] = {**_head(self._plan), "choices": [choice]}

@@ -79,6 +79,11 @@ class Choice:
         return "".join(self.texts)
 
     @property
+    def matched(self) -> str | int | None:
+        """The stop string, or the id of the stop or eos token, that ended it."""
+        return self.finish.matched if self.finish is not None else None
+
+    @property
     def reason(self) -> str:
         assert self.finish is not None
         return self.finish.type

@@ -133,7 +133,7 @@ class ChatChoiceBody(TypedDict):
     message: AssistantMessageBody
     logprobs: ChatLogprobsBody | None
     finish_reason: str
-    matched_stop: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int]
 
 
 class ChatCompletionBody(TypedDict):

@@ -36,7 +36,7 @@ class CompletionChoiceBody(TypedDict):
     text: str
     logprobs: CompletionLogprobsBody | None
     finish_reason: str | None
-    matched_stop: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int]
     token_ids: NotRequired[list[int]]
 
 
