@@ -59,12 +59,12 @@ def _entry(text: str) -> tuple[bytes, str]:
     return digest, f"key-{digest.hex()[:12]}"
 
 
-def _digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogateescape")).digest()
+def _digest(key: str | bytes) -> bytes:
+    return sha256(key if isinstance(key, bytes) else key.encode(errors="surrogateescape")).digest()
 
 
-def _bearer(authorization: str | None) -> str:
+def _bearer(authorization: str | None) -> bytes:
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise InvalidApiKey("No API key provided: send it as 'Authorization: Bearer KEY'.")
-    return key.strip()
+    return key.strip().encode("latin-1")  # how ASGI's headers were decoded: the bytes as the client sent them

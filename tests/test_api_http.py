@@ -481,6 +481,16 @@ def test_a_key_guards_every_route(keyed: Api, path: str, headers: dict[str, str]
     assert keyed.http.get("/health", headers=headers).status_code == 200
 
 
+def test_a_key_may_hold_any_character() -> None:
+    with (
+        serve(app(FakeBackend(), ApiSettings(api_key=("t:schlüssel-世",)))) as url,
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        for key, status in (("schlüssel-世", 200), ("schlüssel", 401)):
+            headers = [(b"authorization", b"Bearer " + key.encode())]
+            assert http.get("/v1/models", headers=headers).status_code == status
+
+
 def test_keys_stand_for_tenants_and_the_admin_key_for_control(keyed: Api) -> None:
     tenants = []
     for key in ("plain", "sk-a:b", "root"):
