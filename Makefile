@@ -38,8 +38,9 @@ test: $(READY) ## all tests but the long ones
 	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest $(PYTEST) -m 'not long'
 
 long: export OMP_NUM_THREADS = 1
-long: $(READY) ## the long suites
-	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest -m long --timeout 3600
+long: export HEADRACE_LEDGER ?= docs/long-runs.md
+long: $(READY) ## the long suites, with a new seed each time; SEED=N repeats one; writes a line into docs/long-runs.md
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_SEED=$(SEED) HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest -m long --timeout 3600 $(LONG)
 
 lint: $(READY) ## style
 	$(BIN)/ruff check .

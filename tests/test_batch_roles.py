@@ -147,8 +147,9 @@ def test_a_driver_that_was_paused_writes_nothing_more(
 
 
 @pytest.mark.long
-def test_drivers_are_killed_again_and_again(client: openai.OpenAI, deployment: Deployment, driver: Driver) -> None:
-    seed = random.randrange(10**6)
+def test_drivers_are_killed_again_and_again(
+    client: openai.OpenAI, deployment: Deployment, driver: Driver, seed: int
+) -> None:
     chance = random.Random(seed)
     made = [create(client, b"".join(line(f"c{i}", f"slow {i}") for i in range(200))) for _ in range(3)]
     for _ in range(10):

@@ -50,9 +50,9 @@ def test_serves_drains_and_comes_back_on_the_same_data(data: Path, model: list[s
         assert serve.stop(signal.SIGINT) == 0
 
 
-def test_sigkill_leaves_no_orphan_and_no_damage(data: Path, model: list[str]) -> None:
+def test_sigkill_leaves_no_orphan_and_no_damage(data: Path, model: list[str], seed: int) -> None:
     """Killed while it starts, while it loads its roles and while it serves, at random; then it serves as ever."""
-    moments = random.Random(os.environ.get("PYTEST_RANDOM_SEED", "0"))
+    moments = random.Random(seed)
     for _ in range(3):
         with Serve(data, *model) as serve:
             children: list[int] = []
