@@ -149,3 +149,21 @@ def test_help_loads_next_to_nothing() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert "headrace COMMAND" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def test_the_readme_has_a_line_for_every_file() -> None:
+    """The tree at its end names each module and script under its folder, and none that is gone."""
+    listed: set[str] = set()
+    folder = ""
+    for line in (ROOT / "README.md").read_text().rpartition("<details>")[2].splitlines():
+        if line.endswith("/") and not line.startswith(" "):
+            folder = line
+        elif line.startswith("  "):
+            listed.add(folder + line.split()[0])
+    there = {
+        str(path.relative_to(ROOT))
+        for top in (*LAYERS, "tests", "bench", "docs")
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in (".py", ".lua", ".md") and path.name != "__init__.py"
+    }
+    assert {name for name in listed if not name.startswith("deploy/") or name.endswith(".py")} == there
