@@ -346,6 +346,26 @@ def test_a_segment_that_the_disk_lost_is_answered_again(client: openai.OpenAI, s
     assert len(read(client, batch.output_file_id)) == 6
 
 
+@pytest.mark.parametrize("slices", [0, 1], ids=["before it was read", "in its middle"])
+def test_a_batch_whose_input_the_disk_lost_fails(client: openai.OpenAI, settings: BatchSettings, slices: int) -> None:
+    made = create(client, lines(6, lambda i: "done" if i < 3 else "wait"))
+    if slices:
+        short = settings.model_copy(update={"batch_slice_s": 0.01})
+
+        async def one_slice() -> None:
+            async with driver(short, EchoAnswerer()) as running:
+                await running.drive(made.id)
+
+        asyncio.run(one_slice())
+    (Path(settings.data_dir) / "batches" / made.id / "input.jsonl").unlink()
+    drive(settings, made.id)
+    batch = client.batches.retrieve(made.id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [error.code for error in batch.errors.data] == ["input_file_lost"]
+
+
 def test_a_slice_ends_soon_after_it_is_asked_to(client: openai.OpenAI, settings: BatchSettings) -> None:
     made = create(client, lines(4, lambda i: "wait"))
 

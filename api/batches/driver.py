@@ -13,13 +13,14 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...shared.errors import Fenced
 from ...shared.messages import ModelCard
 from .finalize import write_files
 from .lease import BatchLease
-from .model import Batch
+from .model import Batch, LineError
 from .results import Segment, damaged, write_segment
 from .settings import BatchSettings
 from .store import BatchStore
@@ -72,11 +73,23 @@ class BatchDriver:
         if lease is None:
             return None
         try:
-            await self._advance(lease)
+            await self._advance_or_lose(lease)
             return lease.batch if lease.batch.ended else await lease.release()
         except Fenced as e:
             log.warning("%s", e)
             return None
+
+    async def _advance_or_lose(self, lease: BatchLease) -> None:
+        try:
+            await self._advance(lease)
+        except FileNotFoundError as e:
+            if self._input(lease.batch).exists():
+                raise
+            log.error("%s: the disk lost its input: %s", lease.batch.id, e)
+            await lease.lose(LineError("input_file_lost", "The batch's input is no longer on the server's disk."))
+
+    def _input(self, batch: Batch) -> Path:
+        return self._files.batch_folder(batch.id) / "input.jsonl"
 
     async def _advance(self, lease: BatchLease) -> None:
         if not lease.batch.total:
@@ -92,7 +105,7 @@ class BatchDriver:
 
     async def _validate(self, lease: BatchLease) -> None:
         batch = lease.batch
-        path = self._files.batch_folder(batch.id) / "input.jsonl"
+        path = self._input(batch)
         models = frozenset(await self._models.all())
 
         def check() -> Validation:
@@ -108,7 +121,7 @@ class BatchDriver:
     async def _answer_lines(self, lease: BatchLease) -> None:
         batch = lease.batch
         done = {number for segment in await self._sound_segments(lease) for number in segment.lines}
-        with (self._files.batch_folder(batch.id) / "input.jsonl").open("rb") as stream:
+        with self._input(batch).open("rb") as stream:
             lines = request_lines(stream, skip=done)
             window = Window(batch, lines, self._answerer, self._settings.batch_window)
             try:

@@ -80,6 +80,17 @@ class BatchLease:
 
         return await self._change(change)
 
+    async def lose(self, reason: LineError) -> Batch:
+        """End a batch that nobody can drive any further, whatever it was at."""
+
+        def change(pipe: Pipeline, batch: Batch, now_ms: int) -> Batch:
+            if batch.ended:
+                return write(pipe, batch)
+            failed = dataclasses.replace(batch, status="failed", failed_at=now_ms // 1000, errors=(reason,))
+            return self._end(pipe, failed)
+
+        return await self._change(change)
+
     async def start(self, total: int, model: str | None) -> Batch:
         """The file is valid: go on to its lines, unless the batch was cancelled meanwhile."""
 
