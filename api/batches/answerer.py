@@ -26,7 +26,7 @@ class QueueAnswerer:
         self._queued[request.seed] = prepared
         try:
             body: dict[str, Any] = await self._inference.complete_detached(prepared, KEEP_S)
-        except Exception:
+        except Exception:  # not a cancellation: then it is still queued, and `abandon` must find it
             del self._queued[request.seed]
             raise
         del self._queued[request.seed]
