@@ -10,7 +10,7 @@ import torch
 from headrace.shared.messages import GenerateJob, SamplingParams, TokenLogprob
 from headrace.worker.engine.noise import gumbel, hash_tokens, row_keys
 from headrace.worker.engine.sampler import sample
-from headrace.worker.engine.sequence import Sequence, stop_ids
+from headrace.worker.engine.sequence import Row, Sequence, stop_ids
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def row(
     *, prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), seed: int = 0, tops: int | None = None, **s: Any
-) -> Sequence:
+) -> Row:
     params = SamplingParams(**s)
     job = GenerateJob(
         rid="r",
@@ -32,7 +32,7 @@ def row(
     )
     ids = [*prompt, *output]
     stops = stop_ids(params, (7,), VOCABULARY)
-    return Sequence(job, ids, len(prompt), max_tokens=10_000, stop_ids=stops, seed=seed, arrival=0)
+    return Row(Sequence(job, ids, len(prompt), max_tokens=10_000, stop_ids=stops, seed=seed, arrival=0))
 
 
 def logits_of(vocabulary: int = VOCABULARY, seed: int = 3) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_logprobs_are_the_models_own_distribution() -> None:
     assert silent.logprob is None
 
 
-def greedy_after(logits: list[float], sequence: Sequence) -> int | None:
+def greedy_after(logits: list[float], sequence: Row) -> int | None:
     return sample(torch.tensor([logits + [-50.0] * (VOCABULARY - len(logits))]), [sequence])[0].token_id
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from ...shared.messages import SamplingParams
-from .sequence import Sequence
+from .sequence import Row
 
 
-def needs_adjusting(sequence: Sequence) -> bool:
+def needs_adjusting(sequence: Row) -> bool:
     """Whether `adjust` would change this sequence's logits now."""
     s = sequence.params
     return bool(_penalised(s) or s.logit_bias or s.bad_words or sequence.num_output_tokens < s.min_new_tokens)
 
 
-def adjust(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def adjust(logits: torch.Tensor, sequences: Rows[Row]) -> None:
     """Change `logits` [S, V] float32 in place: repetition, frequency and presence penalties, then bias, then bans.
 
     Repetition looks at prompt and output (as in transformers), frequency and presence at the output alone (as OpenAI
@@ -37,7 +37,7 @@ def _penalised(s: SamplingParams) -> bool:
     return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
 
 
-def _repetition(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _repetition(logits: torch.Tensor, sequences: Rows[Row]) -> None:
     triples = _Triples()
     for row, sequence in enumerate(sequences):
         if sequence.params.repetition_penalty != 1.0:
@@ -47,7 +47,7 @@ def _repetition(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
         logits[index] = torch.where(old > 0, old / penalty, old * penalty)
 
 
-def _frequency_and_presence(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _frequency_and_presence(logits: torch.Tensor, sequences: Rows[Row]) -> None:
     triples = _Triples()
     for row, sequence in enumerate(sequences):
         s = sequence.params
@@ -58,7 +58,7 @@ def _frequency_and_presence(logits: torch.Tensor, sequences: Rows[Sequence]) -> 
         logits[index] -= triples.values(logits)
 
 
-def _bias(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _bias(logits: torch.Tensor, sequences: Rows[Row]) -> None:
     triples = _Triples()
     for row, sequence in enumerate(sequences):
         if bias := dict(sequence.params.logit_bias):
@@ -67,7 +67,7 @@ def _bias(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
         logits[index] += triples.values(logits)
 
 
-def _ban(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
+def _ban(logits: torch.Tensor, sequences: Rows[Row]) -> None:
     triples = _Triples()
     for row, sequence in enumerate(sequences):
         if banned := _banned(sequence):
@@ -76,10 +76,10 @@ def _ban(logits: torch.Tensor, sequences: Rows[Sequence]) -> None:
         logits[index] = -torch.inf
 
 
-def _banned(sequence: Sequence) -> set[int]:
+def _banned(sequence: Row) -> set[int]:
     """Tokens that may not come next: stops before min_new_tokens, and the last token of each bad word begun."""
     s, output = sequence.params, sequence.output_ids
-    banned = set(sequence.stop_ids) if len(output) < s.min_new_tokens else set()
+    banned = set(sequence.sequence.stop_ids) if len(output) < s.min_new_tokens else set()
     for word in s.bad_words:
         *beginning, last = word
         if len(output) >= len(beginning) and output[len(output) - len(beginning) :] == beginning:

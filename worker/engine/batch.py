@@ -139,10 +139,11 @@ class FlatBatch:
     @classmethod
     def build(cls, slices: Sequence[Slice], block_size: int, *, dtype: torch.dtype, device: torch.device) -> FlatBatch:
         ordered = tuple(sorted(slices, key=lambda piece: piece.length > 1))  # stable: decoding ones come first
-        ids = [i for piece in ordered for i in piece.sequence.token_ids[piece.start : piece.end]]
+        ids = [i for piece in ordered for i in piece.token_ids]
         positions = np.concatenate([np.arange(piece.start, piece.end) for piece in ordered])
-        ends = np.cumsum([piece.length for piece in ordered]) - 1
-        sampled = ends[[piece.samples for piece in ordered]]
+        ends = np.cumsum([piece.length for piece in ordered])
+        counts = [piece.num_sampled for piece in ordered]
+        sampled = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
         tensors = [torch.from_numpy(np.asarray(a, dtype=np.int64)).to(device) for a in (ids, positions, sampled)]
         attention = AttentionBatch(ordered, block_size, dtype=dtype, device=device)
         return cls(ordered, tensors[0][None], tensors[1][None], tensors[2], attention)

@@ -116,7 +116,7 @@ class TransformersEngine:
         for piece in slices:
             piece.sequence.verified = False
         sampled, logits = self._runner.run(slices)
-        return sampled, sample(logits, [piece.sequence for piece in sampled]) if sampled else []
+        return sampled, sample(logits, [row for piece in sampled for row in piece.rows]) if sampled else []
 
     def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """Take a sampled token: append it, and end the sequence where it must end."""

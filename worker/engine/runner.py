@@ -37,7 +37,7 @@ class ModelRunner:
         """Compute a step.
 
         Returns:
-            The slices from which a token is sampled, and their logits [S, vocabulary] float32.
+            The slices from which tokens are sampled, and the logits of their `rows` [S, vocabulary] float32.
         """
         groups = [[piece] for piece in slices] if self._alone else [slices]
         results = [self._forward(group) for group in groups]
@@ -53,7 +53,7 @@ class ModelRunner:
         finally:
             self._attention.batch = None
         logits = out.logits[0] if keep else out.logits[0, batch.sampled_rows]
-        return [piece for piece in batch.slices if piece.samples], logits.float()
+        return [piece for piece in batch.slices if piece.num_sampled], logits.float()
 
     def check_device(self) -> None:
         """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""

@@ -16,7 +16,7 @@ import torch
 from ...shared.messages import TokenLogprob
 from .adjust import adjust, needs_adjusting
 from .noise import gumbel, hash_tokens, row_keys
-from .sequence import Sequence
+from .sequence import Row
 
 # How many of the most likely tokens are tried for top-k, top-p and min-p before more are: sorting a whole vocabulary
 # costs more than the model's own step on a CPU.
@@ -32,7 +32,7 @@ class Sample:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sample]:
+def sample(logits: torch.Tensor, sequences: Rows[Row]) -> list[Sample]:
     """Sample one token per row. `logits` [S, V] float32 is used up."""
     best, tokens = logits.max(-1)  # NaN wins a max, so one look tells the greedy token and whether all is finite
     asked = [row for row, sequence in enumerate(sequences) if sequence.job.return_logprob]
@@ -58,7 +58,7 @@ def _logprobs(logprobs: torch.Tensor, chosen: list[int], tops: list[int]) -> lis
     ]
 
 
-def _choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, sequences: Rows[Row]) -> torch.Tensor:
     """Tokens [S] where some row is not plainly greedy."""
     adjust(logits, sequences)
     tokens = logits.argmax(-1)
@@ -71,10 +71,10 @@ def _choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
     return tokens
 
 
-def _draw(scaled: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def _draw(scaled: torch.Tensor, sequences: Rows[Row]) -> torch.Tensor:
     """Draw from softmax(scaled) [R, V] as each row's top-k, top-p and min-p allow; returns [R] int64."""
     device, vocabulary = scaled.device, scaled.shape[1]
-    keys = row_keys([s.seed for s in sequences], [s.num_output_tokens for s in sequences], device)
+    keys = row_keys([s.sequence.seed for s in sequences], [s.num_output_tokens for s in sequences], device)
     tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
     limited = torch.tensor([_limited(s) for s in sequences], device=device)
     open_rows, rows = (~limited).nonzero()[:, 0], limited.nonzero()[:, 0]
@@ -98,7 +98,7 @@ def _draw_open(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.stack([(row + gumbel(key[None], hashes)[0]).argmax() for row, key in zip(scaled, keys, strict=True)])
 
 
-def _limited(sequence: Sequence) -> bool:
+def _limited(sequence: Row) -> bool:
     s = sequence.params
     return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
 
@@ -112,7 +112,7 @@ class _Limits:
     min_p: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> _Limits:
+    def of(cls, sequences: Rows[Row], vocabulary: int, device: torch.device) -> _Limits:
         params = [s.params for s in sequences]
         top_k = [[s.top_k if 0 < s.top_k < vocabulary else vocabulary] for s in params]
         columns = ([[s.top_p] for s in params], [[s.min_p] for s in params])

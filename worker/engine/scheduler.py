@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ...shared.messages import LANES, Lane
 from .blocks import BlockAllocator
-from .sequence import Sequence
+from .sequence import Row, Sequence
 
 # Most sequences stop long before max_new_tokens, so admission counts on this share of what they may still write.
 EXPECTED_OUTPUT = 0.5
@@ -31,20 +31,31 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens `start … start + length` of a sequence, computed in one step."""
+    """Tokens `start … start + length` of a sequence, computed in one step; the last of them may be guesses."""
 
     sequence: Sequence
     start: int
     length: int
+    draft: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
-    def samples(self) -> bool:
-        """Whether the slice reaches the newest token, so that the next one is sampled from it."""
-        return self.end == len(self.sequence.token_ids)
+    def token_ids(self) -> list[int]:
+        """The slice's input ids."""
+        return [*self.sequence.token_ids[self.start : self.end], *self.draft]
+
+    @property
+    def num_sampled(self) -> int:
+        """From how many of the slice's last rows a token is sampled: none where it does not reach the newest token."""
+        return 1 + len(self.draft) if self.end - len(self.draft) == len(self.sequence.token_ids) else 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is sampled from, in the order of the flat batch."""
+        return [Row(self.sequence, self.draft[:count]) for count in range(self.num_sampled)]
 
 
 class Scheduler:

@@ -72,6 +72,34 @@ class Sequence:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of logits: what comes after all tokens of `sequence` and after `draft`, ids that were guessed to follow."""
+
+    sequence: Sequence
+    draft: tuple[int, ...] = ()
+
+    @property
+    def job(self) -> GenerateJob:
+        return self.sequence.job
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.job.sampling
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.token_ids, *self.draft] if self.draft else self.sequence.token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.sequence.num_output_tokens + len(self.draft)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return [*self.sequence.output_ids, *self.draft]
+
+
 def stop_ids(params: SamplingParams, eos_token_ids: Ids[int], vocab_size: int) -> frozenset[int]:
     """The ids that end a sequence: the model's, unless told to ignore them, and the request's own. Those outside the
     vocabulary can never come and are dropped, for the sampler uses ids as an index."""
