@@ -6,6 +6,7 @@ from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from . import errors
 from .auth import Keys
@@ -16,13 +17,20 @@ from .middleware import Border
 from .openapi import document
 from .protocol.chat import ChatCompletionRequest
 from .protocol.completions import CompletionRequest
+from .protocol.control import AbortRequest, PauseRequest, PoolRequest
 from .protocol.native import GenerateRequest
-from .routes import generation, health, models
+from .routes import control, generation, health, models
 from .services import Services
 from .settings import ApiSettings
 
 # Uploads are bounded by the file store, part by part.
 UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
+
+# Every body that a route parses by itself, for the document.
+BODIES: list[type[BaseModel]] = [
+    *(ChatCompletionRequest, CompletionRequest, GenerateRequest),
+    *(PoolRequest, PauseRequest, AbortRequest),
+]
 
 
 def create_app(settings: ApiSettings, services: Services, stores: Stores | None = None) -> FastAPI:
@@ -36,11 +44,11 @@ def create_app(settings: ApiSettings, services: Services, stores: Stores | None 
         unlimited=UNLIMITED_PATHS,
     )
     errors.install(app)
-    for group in (generation, models, health):
+    for group in (generation, models, control, health):
         app.include_router(group.router)
     if stores is not None:
         app.state.files, app.state.batches, app.state.rq = stores.files, stores.batches, stores.rq
         app.include_router(files)
         app.include_router(batches)
-    app.openapi = partial(document, app, [ChatCompletionRequest, CompletionRequest, GenerateRequest])  # type: ignore[method-assign]
+    app.openapi = partial(document, app, BODIES)  # type: ignore[method-assign]
     return app

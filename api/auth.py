@@ -10,7 +10,12 @@ from hashlib import sha256
 from ..shared.errors import InvalidApiKey
 
 OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = frozenset({"/server_info"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/server_info", "/model_info", "/flush_cache", "/abort_request"),
+        *("/pause_generation", "/continue_generation"),
+    }
+)
 DEFAULT_TENANT = "default"
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)", re.DOTALL)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..shared.control import Answers, Kind
 from ..shared.messages import GenerateJob, ModelCard, TextChunk
 from ..shared.registry import ProcessInfo
 from ..shared.text_stream import Position
@@ -37,6 +38,8 @@ class Queue(Protocol):
 
     async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None: ...
 
+    async def unfinished(self, pool: str | None = None) -> list[str]: ...
+
 
 class Feed(Protocol):
     """`shared.text_feed.TextFeed`."""
@@ -64,6 +67,16 @@ class Processes(Protocol):
     async def alive(self) -> list[ProcessInfo]: ...
 
 
+class Control(Protocol):
+    """`shared.control.ControlChannel`."""
+
+    def exclusive(self, pool: str, limit_s: float) -> AbstractAsyncContextManager[None]: ...
+
+    async def workers(self, pool: str) -> list[ProcessInfo]: ...
+
+    async def broadcast(self, pool: str, kind: Kind, args: Mapping[str, Any], wait_s: float) -> Answers: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """Everything of Redis that the api uses."""
@@ -72,3 +85,4 @@ class Backend:
     feed: Feed
     models: Models
     processes: Processes
+    control: Control

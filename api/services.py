@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from ..shared.async_job_queue import AsyncJobQueue
 from ..shared.clients import AsyncClient, connect_async
+from ..shared.control import ControlChannel
 from ..shared.errors import ConfigError, InvalidRequest
 from ..shared.registry import ModelRegistry, ProcessInfo, processes_async
 from ..shared.store import Store
 from ..shared.text_feed import TextFeed
 from .backend import Backend
 from .checks import Limits
+from .control import PoolControl
 from .generate import Inference
 from .metrics import Metrics
 from .observe import Observer
@@ -39,6 +41,7 @@ class Services:
     readers: Readers
     tokenizers: Tokenizers
     metrics: Metrics
+    control: PoolControl
 
 
 class RegisteredProcesses:
@@ -70,7 +73,8 @@ def build(settings: InferenceSettings, backend: Backend, override: str | None = 
         keep_s=settings.keep_s,
         reader_lease_s=settings.reader_lease_s,
     )
-    return Services(backend, inference, readers, tokenizers, metrics)
+    control = PoolControl(backend, wait_s=settings.control_wait_s)
+    return Services(backend, inference, readers, tokenizers, metrics, control)
 
 
 @asynccontextmanager
@@ -88,7 +92,9 @@ async def open_services(settings: InferenceSettings, store: Store, name: str) ->
     queue = AsyncJobQueue(client, store.shards, memory=store.memory)
     try:
         async with TextFeed(client, store.shards, name) as feed:
-            backend = Backend(queue, feed, ModelRegistry(client), RegisteredProcesses(client))
+            processes = RegisteredProcesses(client)
+            control = ControlChannel(client, processes.alive)
+            backend = Backend(queue, feed, ModelRegistry(client), processes, control)
             services = build(settings, backend, override)
             keeper = asyncio.create_task(services.readers.keep())
             try:

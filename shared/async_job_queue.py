@@ -113,6 +113,19 @@ class AsyncJobQueue:
         calls = [Call("cancel", shard, (finish, *group)) for shard, group in by_shard(rids)]
         return sum(await self._scripts.call_many(calls)) if calls else 0
 
+    async def unfinished(self, pool: str | None = None) -> list[str]:
+        """The rids that have not ended, of one pool or of all."""
+        rids: list[str] = []
+        for shard in range(self.shards):
+            found = [rid.decode() for rid in await self._client.zrange(keys.active(shard), 0, -1)]
+            if pool is not None and found:
+                pipe = self._client.pipeline(transaction=False)
+                for rid in found:
+                    pipe.hget(keys.request(shard, rid), "pl")
+                found = [rid for rid, of in zip(found, await pipe.execute(), strict=True) if of == pool.encode()]
+            rids += found
+        return rids
+
     async def touch(self, rids: Iterable[str], *, reader_lease_s: float | None, reader: str) -> dict[str, bool]:
         """Renew the reader leases and have text pushed to `reader`. Returns which requests are still there."""
         lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)

@@ -9,6 +9,7 @@ import redis.exceptions
 from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect
+from headrace.shared.control import Inbox
 from headrace.shared.errors import StoreUnavailable
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
@@ -17,6 +18,7 @@ from headrace.shared.registry import Membership, ProcessInfo
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.token_stream import Append, TokenStream
+from headrace.worker.control import Controller
 from headrace.worker.interface import StepOutput
 from headrace.worker.loop import Worker
 from kit.queues import SHARDS, submit
@@ -65,6 +67,12 @@ class OneToken:
     def running(self) -> Sequence[str]:
         return list(self.jobs)
 
+    def retract(self) -> None:
+        pass
+
+    def flush_cache(self) -> int:
+        return 0
+
     def check_integrity(self) -> None:
         assert not self.jobs
 
@@ -92,12 +100,14 @@ def client(redis_url: str) -> Iterator[Client]:
 
 def worker_of(client: Client, engine: OneToken, stop: Told, tokens: type[TokenStream] = TokenStream) -> Worker:
     queue, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
+    member = Membership(ProcessInfo("worker"))
     worker = Worker(
         engine,
         JobQueue(client, queue, SHARDS),
         tokens(client, flushes, "w2", 3.0),
         client,
-        Membership(ProcessInfo("worker")),
+        member,
+        Controller(engine, Inbox(client, "m", member.info.id), member),
         owner="w2",
         consumer="host:0",
         shards=SHARDS,

@@ -57,6 +57,14 @@ class Engine(Protocol):
         """The rids held, in any order."""
         ...
 
+    def retract(self) -> None:
+        """Take the K/V of every sequence away; each computes it again when it goes on, and keeps its tokens."""
+        ...
+
+    def flush_cache(self) -> int:
+        """Forget the K/V that is kept for prompts to come. Returns how many tokens it was."""
+        ...
+
     def check_integrity(self) -> None:
         """Assert that no block or slot is lost. Called when idle."""
         ...

@@ -20,6 +20,7 @@ from ..shared.messages import Finish, TokenChunk, TokenLogprob
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import Append, TokenStream, Written
+from .control import Controller
 from .interface import Engine, StepOutput
 from .pace import Pace
 
@@ -49,6 +50,7 @@ class Worker:
         tokens: TokenStream,
         client: Client,
         member: Membership,
+        control: Controller,
         *,
         owner: str,
         consumer: str,
@@ -63,6 +65,7 @@ class Worker:
         self._tokens = tokens
         self._client = client
         self._member = member
+        self._control = control
         self._owner = owner
         self._consumer = consumer
         self._pace = Pace(lease_s)
@@ -81,11 +84,12 @@ class Worker:
         self._member.update(state="ready")
         while self._going():
             self._beat()
+            ended = self._obey()
             self._take_jobs()
             outputs = self._step()
             self._settle()
-            self._flush(outputs)
-            if not self._held:
+            self._flush(ended + outputs)
+            if not self._held or self._control.paused:
                 self._rest()
         self._settle()
         self._hand_back()
@@ -104,7 +108,8 @@ class Worker:
 
     def _going(self) -> bool:
         time_is_up = self._time_is_up()
-        return self._drain_until is None or (bool(self._held) and not time_is_up)
+        waits_for = bool(self._held) and not self._control.paused  # who is paused has nothing to finish
+        return self._drain_until is None or (waits_for and not time_is_up)
 
     def _time_is_up(self) -> bool:
         """Whether we were told to stop, and what runs has had its time. The first look after the signal begins it."""
@@ -124,8 +129,16 @@ class Worker:
             except TRANSIENT as e:
                 self.note_outage(e)
 
+    def _obey(self) -> list[StepOutput]:
+        """Do what the api tells every worker of the pool, between two steps."""
+        try:
+            return self._control.obey()
+        except TRANSIENT as e:
+            self.note_outage(e)
+            return []
+
     def _take_jobs(self) -> None:
-        if self._stop.draining:
+        if self._stop.draining or self._control.paused:
             return
         try:
             if self._outage:
@@ -138,7 +151,7 @@ class Worker:
             self.note_outage(e)
 
     def _step(self) -> list[StepOutput]:
-        if not self._engine.has_work():
+        if self._control.paused or not self._engine.has_work():
             return []
         begun = time.monotonic()
         outputs = self._engine.step()
@@ -242,12 +255,18 @@ class Worker:
         self._held.pop(rid, None)
 
     def _rest(self) -> None:
-        """Nothing to do: check that nothing leaked, then wait for a hint, a second at most."""
+        """Nothing to do: check that nothing leaked, then wait for a hint or a command, a second at most."""
         self._settle()
-        self._engine.check_integrity()
+        if not self._held:
+            self._engine.check_integrity()
+        # What a paused worker holds it keeps by its leases, which it renews when they are a quarter gone.
+        block_ms = min(BLOCK_MS, int(self._pace.lease_s * 250)) if self._held else BLOCK_MS
         try:
-            for stream, entries in self._client.xread(self._hints, block=BLOCK_MS) or []:
-                self._hints[stream.decode()] = entries[-1][0]
+            for stream, entries in self._client.xread(self._hints | self._control.watched(), block=block_ms) or []:
+                if stream.decode() in self._hints:
+                    self._hints[stream.decode()] = entries[-1][0]
+                else:
+                    self._control.look()
         except TRANSIENT as e:
             self.note_outage(e)
             time.sleep(0.1)

@@ -7,6 +7,7 @@ import uuid
 
 from ..shared import logs
 from ..shared.clients import connect
+from ..shared.control import Inbox
 from ..shared.job_queue import JobQueue
 from ..shared.messages import ModelCard
 from ..shared.registry import Membership, ProcessInfo, take_slot
@@ -15,6 +16,7 @@ from ..shared.signals import StopSignal
 from ..shared.store import open_store
 from ..shared.token_stream import TokenStream
 from .card import load_card
+from .control import Controller
 from .interface import Engine
 from .loop import Worker
 from .pace import calm_threads
@@ -44,6 +46,9 @@ def run(settings: WorkerSettings) -> int:
         member.leave(client)
         raise
     member.serve(client, engine.card, tokenizer)
+    member.update(pool=engine.card.pool)
+    control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member)
+    control.join()
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
     consumer = f"{member.info.host}:{slot}"
@@ -56,6 +61,7 @@ def run(settings: WorkerSettings) -> int:
         TokenStream(client, flushes, owner, settings.lease_s),
         client,
         member,
+        control,
         owner=owner,
         consumer=consumer,
         shards=store.shards,

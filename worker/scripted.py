@@ -129,6 +129,12 @@ class ScriptedEngine:
     def running(self) -> Sequence[str]:
         return list(self._replays)
 
+    def retract(self) -> None:
+        """A replay has no K/V; it goes on where it stands."""
+
+    def flush_cache(self) -> int:
+        return 0  # it keeps none
+
     def check_integrity(self) -> None:
         assert not self._replays, f"{len(self._replays)} replays are held while the worker rests"
 

@@ -7,12 +7,14 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI
 from headrace.api.app import create_app
 from headrace.api.backend import Backend
 from headrace.api.services import Services, build
 from headrace.api.settings import ApiSettings
+from headrace.shared.control import Answers, Kind, Outcome
 from headrace.shared.errors import ModelNotFound, StreamGone
 from headrace.shared.ids import choices, shard_in
 from headrace.shared.messages import Finish, GenerateJob, ModelCard, TextChunk, TextLogprob, Usage
@@ -83,6 +85,8 @@ class FakeBackend:
     cancelled: list[str] = field(default_factory=list)
     left: list[tuple[str, float]] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    commands: list[tuple[str, Kind, dict[str, Any]]] = field(default_factory=list)
+    obey: Callable[[ProcessInfo, Kind], Outcome] = lambda worker, kind: Outcome(worker.id)
     hold_s: float = 30.0  # how long an open choice is waited for
 
     async def submit(self, job: GenerateJob, *, n: int = 1, plan: bytes = b"", **_: object) -> tuple[str, ...]:
@@ -130,6 +134,21 @@ class FakeBackend:
         if any(not row or row[-1].finish is None for row in rows):
             await asyncio.sleep(self.hold_s)
 
+    async def unfinished(self, pool: str | None = None) -> list[str]:
+        return [rid for rid, chunks in self.texts.items() if not chunks or chunks[-1].finish is None]
+
+    async def workers(self, pool: str) -> list[ProcessInfo]:
+        return [process for process in self.alive_processes if process.role == "worker"]
+
+    async def broadcast(self, pool: str, kind: Kind, args: Mapping[str, Any], wait_s: float) -> Answers:
+        self.commands.append((pool, kind, dict(args)))
+        workers = await self.workers(pool)
+        return Answers({worker.id: self.obey(worker, kind) for worker in workers}, tuple(workers))
+
+    @asynccontextmanager
+    async def exclusive(self, pool: str, limit_s: float) -> AsyncIterator[None]:
+        yield
+
     async def all(self) -> dict[str, ModelCard]:
         return self.cards
 
@@ -161,7 +180,7 @@ def _chunks(rid: str, prompt_tokens: int, steps: Sequence[Step]) -> list[TextChu
 
 
 def services(backend: FakeBackend, settings: ApiSettings | None = None) -> Services:
-    return build(settings or ApiSettings(), Backend(backend, backend, backend, backend))
+    return build(settings or ApiSettings(), Backend(*[backend] * 5))
 
 
 def app(backend: FakeBackend, settings: ApiSettings | None = None) -> FastAPI:

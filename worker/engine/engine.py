@@ -79,6 +79,12 @@ class TransformersEngine:
     def running(self) -> list[str]:
         return self._scheduler.rids() + [output.rid for output in self._ended]
 
+    def retract(self) -> None:
+        self._scheduler.retract()
+
+    def flush_cache(self) -> int:
+        return 0  # K/V is not kept beyond its sequence
+
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 

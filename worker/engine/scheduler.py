@@ -123,6 +123,11 @@ class Scheduler:
         """Note that a slice was computed."""
         piece.sequence.num_computed = piece.end
 
+    def retract(self) -> None:
+        """Send everything that runs back to wait, in order: its K/V is no longer what the model would compute."""
+        for sequence in sorted(self.running, key=_order, reverse=True):
+            self._preempt(sequence, {})
+
     def check_integrity(self) -> None:
         """Assert that no block, sequence or slot is lost."""
         waiting = [sequence for queue in self._waiting.values() for sequence in queue]
