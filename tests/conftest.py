@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if p not in ("", str(ROOT))]
 sys.path.insert(0, str(ROOT / "tests"))
 
+# Without a GPU the kernels' tests run in Triton's interpreter. It is chosen when a kernel is defined, so here, before
+# any test module is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests that act at random moments draw them from this; a new one each run, and the same one to repeat a run.
 SEED = int(os.environ.get("HEADRACE_TEST_SEED") or time.time_ns() // 10**9 % 10**6)
