@@ -36,8 +36,6 @@ def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
         raise InvalidRequest(
             "'add_generation_prompt' and 'continue_final_message' exclude each other.", param="continue_final_message"
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise _unavailable("response_format", request.response_format.type)
     if request.tool_choice == "required" or isinstance(request.tool_choice, dict):
         raise _unavailable("tool_choice", "required, or naming a tool")
     check_parts(request.messages)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import orjson
-
 from ..shared.errors import InvalidRequest
 from ..shared.messages import ModelCard, SamplingParams
+from .grammars import grammar_of
 from .protocol.common import SamplingFields
 from .protocol.native import SamplingParamsBody
 
@@ -16,12 +15,11 @@ V = TypeVar("V")
 
 # What a model's generation_config may decide where a request is silent.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 
 
 def from_openai(fields: SamplingFields, card: ModelCard, max_new_tokens: int | None) -> SamplingParams:
     """Sampling of a chat or completion. `max_new_tokens` None goes on to the context's end."""
-    given = _given(fields)
+    given = _given(fields) | grammar_of(fields, prefix="")
     given["max_new_tokens"] = max_new_tokens
     given["min_new_tokens"] = fields.min_tokens
     given["sampling_seed"] = fields.seed
@@ -31,7 +29,7 @@ def from_openai(fields: SamplingFields, card: ModelCard, max_new_tokens: int | N
 
 def from_native(fields: SamplingParamsBody, card: ModelCard) -> SamplingParams:
     """Sampling of `/generate`."""
-    given = _given(fields)
+    given = _given(fields) | grammar_of(fields, prefix="sampling_params.")
     for name in ("max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim"):
         given[name] = getattr(fields, name)
     # An explicit null asks for all the context, silence for the default.
@@ -56,11 +54,6 @@ def _given(fields: SamplingFields | SamplingParamsBody) -> dict[str, Any]:
         "skip_special_tokens": fields.skip_special_tokens,
         "spaces_between_special_tokens": fields.spaces_between_special_tokens,
         "logit_bias": fields.logit_bias,
-        "json_schema": _json(fields.json_schema),
-        "regex": fields.regex,
-        "ebnf": fields.ebnf,
-        "structural_tag": _json(fields.structural_tag),
-        "choice": _tuple(fields.choice),
     }
 
 
@@ -108,13 +101,6 @@ def _logit_bias(bias: Mapping[str, float], card: ModelCard, param: str) -> tuple
 
 
 def _check_available(given: Mapping[str, Any], prefix: str) -> None:
-    named = [name for name in GRAMMARS if given[name]]
-    if named:
-        raise InvalidRequest(
-            f"Constrained generation ('{named[0]}') is not available on this server.",
-            param=prefix + named[0],
-            code="unsupported_parameter",
-        )
     if given["stop_regex"]:
         raise InvalidRequest(
             "'stop_regex' is not available on this server; name the strings in 'stop'.",
@@ -125,7 +111,3 @@ def _check_available(given: Mapping[str, Any], prefix: str) -> None:
 
 def _tuple(values: list[V] | None) -> tuple[V, ...] | None:
     return None if values is None else tuple(values)
-
-
-def _json(value: str | dict[str, Any] | None) -> str | None:
-    return orjson.dumps(value).decode() if isinstance(value, dict) else value

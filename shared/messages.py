@@ -25,6 +25,8 @@ LANES: tuple[Lane, ...] = ("rt", "std", "batch")  # in the order in which worker
 FinishType = Literal["stop", "length", "abort", "error"]
 
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
+GRAMMARS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")  # at most one is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class Finish:
     matched: str | int | None = None
     message: str | None = None  # for abort and error: what a client may read
     status: int = 500  # for error: the HTTP status that fits
+    param: str | None = None  # for error: the parameter that was wrong
 
     def encode(self) -> bytes:
         return dump(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from headrace.api.prepare import Prepared
 from headrace.api.translate import Caller, Endpoint
 from headrace.shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, RequestError
+from headrace.shared.messages import GRAMMARS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.fake_backend import FakeBackend, card, services
@@ -95,6 +97,41 @@ def test_every_sampling_field_reaches_the_job() -> None:
         "bad_words": (), "sampling_seed": 11, "json_schema": None, "regex": None, "ebnf": None,
         "structural_tag": None, "choice": (),
     }  # fmt: skip
+
+
+def test_every_name_of_a_grammar_is_one_native_field() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = '{"type":"object","properties":{"a":{"type":"integer"}}}'
+    tag = {"type": "triggered_tags", "triggers": ["<f"], "tags": []}
+    old = {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    old_tags = [{"begin": "<f>", "content": content, "end": "</f>"}]
+    cases: list[tuple[dict[str, Any], str, Any]] = [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}},
+         "json_schema", text),
+        ({"response_format": {"type": "structural_tag", "format": tag}}, "structural_tag", tag),
+        ({"response_format": {"type": "structural_tag", **old}}, "structural_tag", tag | {"tags": old_tags}),
+        ({"json_schema": schema}, "json_schema", text),
+        ({"json_schema": json.dumps(schema)}, "json_schema", text),
+        ({"guided_json": schema}, "json_schema", text),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"json": schema}}, "json_schema", text),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+        ({"regex": "[a-z]+"}, "regex", "[a-z]+"),
+    ]  # fmt: skip
+    for body, name, value in cases:
+        for endpoint, base in ((CHAT, HI), (COMPLETIONS, {"model": "m", "prompt": "x"})):
+            sampling = prepare(endpoint, base | body).jobs[0].sampling
+            given = getattr(sampling, name)
+            assert (json.loads(given)["format"] if name == "structural_tag" else given) == value
+            assert sum(bool(getattr(sampling, kind)) for kind in GRAMMARS) == 1
+    assert prepare(CHAT, HI | {"response_format": {"type": "text"}}).jobs[0].sampling.json_schema is None
+    native = {"text": "x", "sampling_params": {"ebnf": 'root ::= "a"'}}
+    assert prepare(GENERATE, native).jobs[0].sampling.ebnf == 'root ::= "a"'
+    assert refused(GENERATE, {"text": "x", "sampling_params": {"regex": ""}}).param == "sampling_params.regex"
 
 
 def test_a_seed_stays_exact_in_redis_and_one_is_chosen_where_none_is_given() -> None:
@@ -197,10 +234,24 @@ def test_n_choices_share_a_family_and_prompts_have_their_own() -> None:
         ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
         ({"stream_options": 5, "stream": True}, "stream_options"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"regex": "a+"}, "regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "5"}, "json_schema"),
+        ({"json_schema": {"items": {"type": "strange"}}}, "json_schema"),
+        ({"json_schema": '{"items":' * 200 + "{}" + "}" * 200}, "json_schema"),
+        ({"json_schema": {"enum": ["x" * 300_000]}}, "json_schema"),
+        ({"structural_tag": "[]"}, "structural_tag"),
+        ({"structural_tag": {"structures": [{}], "triggers": []}}, "structural_tag"),
+        ({"regex": ""}, "regex"),
+        ({"ebnf": " "}, "ebnf"),
+        ({"choice": []}, "choice"),
+        ({"choice": [""]}, "choice.0"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar"),
+        ({"guided_json": "{"}, "guided_json"),
         ({"stop_regex": "a+"}, "stop_regex"),
-        ({"choice": ["a", "b"]}, "choice"),
         ({"tool_choice": "must"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),

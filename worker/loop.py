@@ -188,7 +188,7 @@ class Worker:
             produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
             self._engine.add(claim.job, produced)
         except RequestError as e:
-            self._fail(claim, Finish("error", message=e.message, status=e.status))
+            self._fail(claim, Finish("error", message=e.message, status=e.status, param=e.param))
             return
         except ProtocolError as e:
             log.error("%s", e, extra={"request_id": rid})

@@ -18,6 +18,7 @@ class GenerationFailed(RequestError):
         cancelled = finish.type == "abort"
         super().__init__(
             finish.message or ("The request was cancelled." if cancelled else "The generation failed."),
+            param=finish.param,
             code="request_cancelled" if cancelled else "generation_failed",
         )
         self.status = 499 if cancelled else finish.status

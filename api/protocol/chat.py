@@ -78,11 +78,6 @@ class Tool(RequestModel):
     function: FunctionDefinition
 
 
-class ResponseFormat(RequestModel):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's body, and the extensions that the peers share."""
 
@@ -97,7 +92,6 @@ class ChatCompletionRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
 

@@ -7,7 +7,7 @@ never get here, for orjson refuses them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -71,6 +71,35 @@ class RequestModel(BaseModel):
         return sorted(body.keys() - cls.model_fields.keys() - cls.no_effect)
 
 
+class SchemaFormat(RequestModel):
+    """`json_schema` of a response format. `strict` changes nothing: what is asked for is always held to."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: SchemaFormat | None = None
+    # Of a structural tag, in its newer and its older form.
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """Grammars under vLLM's names; at most one."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+
+
 class SamplingFields(RequestModel):
     """Sampling as OpenAI names it, and the extensions under the names that SGLang and vLLM share.
 
@@ -105,6 +134,12 @@ class SamplingFields(RequestModel):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     choice: StrList | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: StrList | None = None
 
 
 class StreamOptions(RequestModel):

@@ -15,9 +15,11 @@ from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..settings import WorkerSettings
 from .blocks import BlockAllocator
+from .grammar import Grammar, Grammars
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .memory import num_blocks
+from .preparing import Preparing
 from .runner import ModelRunner
 from .sampler import Sample, sample
 from .scheduler import Scheduler, Slice
@@ -26,9 +28,11 @@ from .sequence import Sequence, stop_ids
 log = logging.getLogger(__name__)
 
 _FAILED = Finish("error", message="the model failed on this request", status=500)
+_DEAD_END = Finish(
+    "error", message="No token may come next: grammar, bans and minimum length exclude all of them.", status=400
+)
 # What a forward or the sampler can raise for data's sake: torch's errors are RuntimeErrors, out of memory among them.
 _STEP_ERRORS = (RuntimeError, ValueError, IndexError, ArithmeticError)
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
 
 
 class TransformersEngine:
@@ -41,43 +45,50 @@ class TransformersEngine:
     def __init__(self, settings: WorkerSettings) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        card, _ = load_card(settings)
+        card, tokenizer = load_card(settings)
         device = resolve_device(settings)
         loaded = load_model(resolve_model(settings)[1], dtype=resolve_dtype(settings, device), device=device)
         dtype = str(loaded.dtype).removeprefix("torch.")
         self.card = dataclasses.replace(card, vocab_size=loaded.vocab_size, dtype=dtype)
         self._scheduler, self._runner = _build(settings, self.card, loaded)
+        self._grammars = Grammars(tokenizer, self.card.vocab_size, self.card.eos_token_ids)
+        self._preparing = Preparing(self._grammars)
         self._arrivals = 0
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
     def add(self, job: GenerateJob, produced: Ids[int] = ()) -> None:
-        if job.rid in self._scheduler:
+        if job.rid in self._scheduler or job.rid in self._preparing:
             raise EngineError(f"request {job.rid} is running already")
         self._check(job, produced)
         sequence = self._sequence(job, produced)
         finish = sequence.finish()
         if finish is not None:  # the worker before us died between the last token and the end mark
             self._ended.append(StepOutput(job.rid, finish=finish))
+        elif (grammar := Grammar.of(job.sampling)) is not None:
+            self._preparing.add(sequence, grammar)
         else:
             self._scheduler.add(sequence)
 
     def abort(self, rid: str) -> None:
         self._scheduler.remove(rid)
+        self._preparing.remove(rid)
         self._ended = [output for output in self._ended if output.rid != rid]
 
     def step(self) -> list[StepOutput]:
+        self._begin_prepared()
         ended, self._ended = self._ended, []
         return ended + self._advance(self._scheduler.schedule())
 
     def has_work(self) -> bool:
-        return bool(self._ended) or len(self._scheduler) > 0
+        return bool(self._ended) or len(self._scheduler) + len(self._preparing) > 0
 
     def free_slots(self) -> int:
         # While something waits here, what else is in the queue may find room at another worker sooner.
-        return 0 if self._scheduler.stalled else max(self._scheduler.max_running - len(self._scheduler), 0)
+        held = len(self._scheduler) + len(self._preparing)
+        return 0 if self._scheduler.stalled else max(self._scheduler.max_running - held, 0)
 
     def running(self) -> list[str]:
-        return self._scheduler.rids() + [output.rid for output in self._ended]
+        return self._scheduler.rids() + self._preparing.rids() + [output.rid for output in self._ended]
 
     def retract(self) -> None:
         self._scheduler.retract()
@@ -91,7 +102,19 @@ class TransformersEngine:
     def close(self) -> None:
         for rid in self._scheduler.rids():
             self._scheduler.remove(rid)
+        self._grammars.close()
         self._runner.close()
+
+    def _begin_prepared(self) -> None:
+        """Schedule what waited for its grammar, and end what waited in vain."""
+        if not self._preparing:
+            return
+        if not self._ended and not self._scheduler:
+            self._preparing.wait()
+        ready, refused = self._preparing.take()
+        for sequence in ready:
+            self._scheduler.add(sequence)
+        self._ended += [StepOutput(rid, finish=finish) for rid, finish in refused]
 
     def _advance(self, slices: list[Slice]) -> list[StepOutput]:
         """Compute slices. Where that fails they are tried again in halves, so that only the guilty ones pay.
@@ -121,17 +144,19 @@ class TransformersEngine:
             self._runner.zero(dirty)
         for piece in slices:
             piece.sequence.verified = False
-        sampled, logits = self._runner.run(slices)
-        return sampled, sample(logits, [row for piece in sampled for row in piece.rows]) if sampled else []
+        filling = self._grammars.fill([row for piece in slices for row in piece.rows])
+        try:
+            sampled, logits = self._runner.run(slices)
+        finally:
+            masks = filling.result() if filling is not None else None
+        return sampled, sample(logits, [row for piece in sampled for row in piece.rows], masks) if sampled else []
 
     def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """Take a sampled token: append it, and end the sequence where it must end."""
         if drawn.token_id is None:
-            log.error("request %s: the logits are not finite", sequence.rid)
-            return self._fail(sequence)
+            return self._give_up(sequence, drawn)
         sequence.verified = True
-        sequence.append(drawn.token_id)
-        finish = sequence.finish()
+        finish = sequence.append(drawn.token_id)
         if finish is not None:
             self._scheduler.remove(sequence.rid)
         logprobs = (drawn.logprob,) if drawn.logprob is not None else None
@@ -139,9 +164,17 @@ class TransformersEngine:
         sequence.announced = True
         return StepOutput(sequence.rid, (drawn.token_id,), logprobs, finish, cached)
 
-    def _fail(self, sequence: Sequence) -> StepOutput:
+    def _give_up(self, sequence: Sequence, drawn: Sample) -> StepOutput:
+        """End a sequence for which there is no next token."""
+        if not drawn.excluded:
+            log.error("request %s: the logits are not finite", sequence.rid)
+            return self._fail(sequence)
+        complete = sequence.matcher is not None and sequence.matcher.complete
+        return self._fail(sequence, Finish("stop") if complete else _DEAD_END)
+
+    def _fail(self, sequence: Sequence, finish: Finish = _FAILED) -> StepOutput:
         self._scheduler.remove(sequence.rid)
-        return StepOutput(sequence.rid, finish=_FAILED)
+        return StepOutput(sequence.rid, finish=finish)
 
     def _check(self, job: GenerateJob, produced: Ids[int]) -> None:
         """Raises InvalidRequest where the job can never run here."""
@@ -156,9 +189,6 @@ class TransformersEngine:
                 f"{self.card.context_length}",
                 param="input_ids",
             )
-        for name in _GRAMMARS:
-            if getattr(job.sampling, name):
-                raise InvalidRequest(f"this worker does not constrain output by {name}", param=name)
 
     def _check_ids(self, ids: Ids[int], param: str) -> None:
         low, high = min(ids, default=0), max(ids, default=0)

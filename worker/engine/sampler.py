@@ -1,6 +1,6 @@
 """Chooses the next token of every sequence of a step at once.
 
-    logits ─► adjust (penalties, bias, bans) ─► / temperature ─► top-k ─► top-p ─► min-p ─► + Gumbel noise ─► argmax
+    logits ─► penalties, bias, bans, grammar ─► / temperature ─► top-k, top-p, min-p ─► + Gumbel noise ─► argmax
       └─► log-probabilities, of the model's own distribution: before anything above
 
 Rows never look at each other: what a row draws does not depend on which others are in the step.
@@ -15,36 +15,43 @@ import torch
 
 from ...shared.messages import TokenLogprob
 from .adjust import adjust, needs_adjusting
+from .grammar import Masks
 from .noise import gumbel, hash_tokens, row_keys
 from .sequence import Row
 
 # How many of the most likely tokens are tried for top-k, top-p and min-p before more are: sorting a whole vocabulary
 # costs more than the model's own step on a CPU.
 _CANDIDATES = (64, 1024)
+_BROKEN, _EXCLUDED = -1, -2  # in the place of a token
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`token_id` is None where the logits were not finite: the model has failed for this sequence."""
+    """`token_id` is None where there is none to take: the logits were not finite, for the model has failed for this
+    sequence, or else all tokens were `excluded`, by its grammar, its bans, or both."""
 
     token_id: int | None
     logprob: TokenLogprob | None = None
+    excluded: bool = False
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Rows[Row]) -> list[Sample]:
-    """Sample one token per row. `logits` [S, V] float32 is used up."""
+def sample(logits: torch.Tensor, sequences: Rows[Row], masks: Masks | None = None) -> list[Sample]:
+    """Sample one token per row. `logits` [S, V] float32 is used up. `masks` are those of the rows with a grammar."""
     best, tokens = logits.max(-1)  # NaN wins a max, so one look tells the greedy token and whether all is finite
     asked = [row for row, sequence in enumerate(sequences) if sequence.job.return_logprob]
     logprobs = logits[asked].log_softmax(-1) if asked else None
-    if not all(sequence.params.greedy and not needs_adjusting(sequence) for sequence in sequences):
-        tokens = _choose(logits, sequences)
-    chosen = torch.where(best.isfinite(), tokens, -1).tolist()
+    if masks is not None or not all(row.params.greedy and not needs_adjusting(row) for row in sequences):
+        tokens = _choose(logits, sequences, masks)
+    chosen = torch.where(best.isfinite(), tokens, _BROKEN).tolist()
     told: dict[int, TokenLogprob] = {}
     if logprobs is not None:
         tops = [sequences[row].job.top_logprobs_num for row in asked]
         told = dict(zip(asked, _logprobs(logprobs, [chosen[row] for row in asked], tops), strict=True))
-    return [Sample(None) if token < 0 else Sample(token, told.get(row)) for row, token in enumerate(chosen)]
+    return [
+        Sample(token, told.get(row)) if token >= 0 else Sample(None, excluded=token == _EXCLUDED)
+        for row, token in enumerate(chosen)
+    ]
 
 
 def _logprobs(logprobs: torch.Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprob]:
@@ -58,17 +65,19 @@ def _logprobs(logprobs: torch.Tensor, chosen: list[int], tops: list[int]) -> lis
     ]
 
 
-def _choose(logits: torch.Tensor, sequences: Rows[Row]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, sequences: Rows[Row], masks: Masks | None) -> torch.Tensor:
     """Tokens [S] where some row is not plainly greedy."""
     adjust(logits, sequences)
-    tokens = logits.argmax(-1)
+    if masks is not None:
+        masks.apply(logits, sequences)
+    best, tokens = logits.max(-1)
     rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
     if rows:
         drawn = [sequences[row] for row in rows]
         temperatures = torch.tensor([[s.params.temperature] for s in drawn], device=logits.device)
         scaled = logits.div_(temperatures) if len(rows) == len(sequences) else logits[rows] / temperatures
         tokens[rows] = _draw(scaled, drawn)
-    return tokens
+    return torch.where(best == -torch.inf, _EXCLUDED, tokens)
 
 
 def _draw(scaled: torch.Tensor, sequences: Rows[Row]) -> torch.Tensor:

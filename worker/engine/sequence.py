@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...shared.messages import Finish, GenerateJob, Lane, SamplingParams
+
+if TYPE_CHECKING:
+    from .grammar import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +33,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     verified: bool = True  # whether the K/V in block_table is known to be finite
     announced: bool = False  # whether an output has been sent for it
+    matcher: Matcher | None = None  # where it stands in its grammar, if it has one
 
     @property
     def rid(self) -> str:
@@ -58,8 +63,15 @@ class Sequence:
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int) -> Finish | None:
+        """Take the next output token; says why the sequence ends with it, or None where it goes on."""
         self.token_ids.append(token_id)
+        if self.matcher is None:
+            return self.finish()
+        if not self.matcher.accept(token_id):
+            return Finish("error", message=f"token {token_id} was sampled, and the grammar does not allow it")
+        ended = Finish("stop", matched=token_id) if self.matcher.terminated else None
+        return self.finish() or ended
 
     def finish(self) -> Finish | None:
         """Why the sequence ends after its newest output token, or None where it goes on."""
