@@ -16,7 +16,18 @@ import tempfile
 from typing import Any
 
 import torch
-from headrace.kernels import decode_attention, extend_attention, store_kv
+from headrace.kernels import (
+    bitmask,
+    decode_attention,
+    extend_attention,
+    gated,
+    lora,
+    penalties,
+    rms_norm,
+    rope,
+    sample,
+    store_kv,
+)
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -39,26 +50,66 @@ class NoGPU:
 
 def launches(dtype: torch.dtype, variants: int | None) -> None:
     """Call every launcher once, or more where its constants change what is compiled."""
+    attention(dtype, variants)
+    rows(dtype, variants)
+    sampling()
 
-    def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype)
 
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.int32)
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
 
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+def attention(dtype: torch.dtype, variants: int | None) -> None:
     cases: list[tuple[int, int, dict[str, Any]]] = [
-        (7, 80, {"softcap": 30.0, "window": 128, "sinks": tensor(14)}),
+        (7, 80, {"softcap": 30.0, "window": 128, "sinks": tensor(14, dtype=dtype)}),
         (2, 128, {}),
-        (3, 64, {"window": 128, "sinks": tensor(6)}),
+        (3, 64, {"window": 128, "sinks": tensor(6, dtype=dtype)}),
         (4, 256, {"softcap": 50.0, "window": 64}),
     ]
     for group, dim, options in cases[:variants]:
-        q, pool = tensor(5, group * 2, dim), tensor(9, 2, 16, dim)
+        q, pool = tensor(5, group * 2, dim, dtype=dtype), tensor(9, 2, 16, dim, dtype=dtype)
         common: dict[str, Any] = {"scale": 0.1, **options}
         decode_attention.decode_attention(q, pool, pool, ints(5, 4), ints(5), **common)
-        decode_attention.decode_attention(q, pool, pool, ints(5, 4), ints(5), num_splits=1, **common)
+        if variants is None:
+            decode_attention.decode_attention(q, pool, pool, ints(5, 4), ints(5), num_splits=1, **common)
         extend_attention.extend_attention(q, pool, pool, ints(2, 4), ints(2), ints(3), **common)
-        store_kv.store_kv(tensor(5, 2, dim), tensor(5, 2, dim), pool, pool, torch.zeros(5, dtype=torch.int64))
+        store_kv.store_kv(pool[:5, :, 0], pool[:5, :, 0], pool, pool, longs(5))
+
+
+def rows(dtype: torch.dtype, variants: int | None) -> None:
+    for size in (576, 4096, 5120)[:variants]:
+        x, weight = tensor(3, size, dtype=dtype), tensor(size, dtype=dtype)
+        for unit_offset in (False, True)[:variants]:
+            rms_norm.add_rms_norm(x, x, weight, 1e-5, unit_offset=unit_offset)
+        if variants is None:
+            rms_norm.rms_norm(x, weight, 1e-5)
+            gated.gelu_tanh_and_mul(x)
+        gated.silu_and_mul(x)
+        adapters, segments = tensor(2, 16, size, dtype=dtype), ints(3)
+        h = lora.lora_shrink(x, adapters, segments, ints(2))
+        lora.lora_expand(h, tensor(2, size, 16, dtype=dtype), x, tensor(2), segments, ints(2))
+    q, k, angles = tensor(5, 4, 128, dtype=dtype), tensor(5, 2, 128, dtype=dtype), tensor(5, 128, dtype=dtype)
+    pool, norm = tensor(9, 2, 16, 128, dtype=dtype), rope.HeadNorm(tensor(128, dtype=dtype), 1e-6)
+    rope.norm_rope_store(q, k, k, angles, angles, pool, pool, longs(5), q_norm=norm, k_norm=norm)
+    if variants is None:
+        rope.norm_rope_store(q, k, k, angles, angles, pool, pool, longs(5))
+        rope.rope(q, k, angles, angles)
+        rope.rope(q, k, angles[:, :64], angles[:, :64], interleaved=True)
+
+
+def sampling() -> None:
+    logits = tensor(3, 151936)
+    sample.sample(logits, tensor(3), ints(3), tensor(3), tensor(3), ints(3, 2))
+    bitmask.apply_bitmask(logits, ints(2, 4748), longs(2))
+    penalties.apply_penalties(logits, longs(3), ints(8, 4748), ints(8, 151936), tensor(3), tensor(3), tensor(3))
 
 
 def spilled(cubin: bytes) -> int:
