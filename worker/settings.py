@@ -23,6 +23,11 @@ class WorkerSettings(StoreSettings):
     block_size: int = Field(16, ge=1, description="tokens of one K/V block")
     max_running: int = Field(0, ge=0, description="sequences that generate together; 0: 32 on a CPU, 256 on a GPU")
     max_batch_tokens: int = Field(0, ge=0, description="tokens of one step; 0: 256 on a CPU, 8192 on a GPU")
+    prefix_cache: Literal["tenant", "shared", "off"] = Field(
+        "tenant",
+        description="who finds K/V of prompts that begin alike: each tenant its own, or all (answers come sooner then, "
+        "which tells one tenant what another has sent)",
+    )
     deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
     stream_interval: int = Field(1, ge=1, description="tokens per published chunk, after the first token")

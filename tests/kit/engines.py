@@ -22,11 +22,18 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    cached_tokens: int | None = None
     steps: int = 0
 
 
 def job(
-    rid: str, prompt: Sequence[int], *, top_logprobs: int | None = None, lane: Lane = "std", **sampling: Any
+    rid: str,
+    prompt: Sequence[int],
+    *,
+    top_logprobs: int | None = None,
+    lane: Lane = "std",
+    tenant: str = "default",
+    **sampling: Any,
 ) -> GenerateJob:
     """A job that is greedy and goes on past eos, unless `sampling` says otherwise."""
     plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8}
@@ -41,6 +48,7 @@ def job(
         return_logprob=top_logprobs is not None,
         top_logprobs_num=top_logprobs or 0,
         lane=lane,
+        tenant=tenant,
     )
 
 
@@ -60,6 +68,9 @@ def advance(engine: TransformersEngine, out: dict[str, Generation]) -> None:
         generation.token_ids += output.token_ids
         generation.logprobs += output.logprobs or ()
         generation.finish = output.finish
+        if output.cached_tokens is not None:
+            assert generation.cached_tokens is None, f"{output.rid} says twice how much was cached"
+            generation.cached_tokens = output.cached_tokens
 
 
 def run(engine: TransformersEngine, jobs: Sequence[GenerateJob]) -> dict[str, Generation]:

@@ -19,6 +19,7 @@ from .grammar import Grammar, Grammars
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .memory import num_blocks
+from .prefix import cache_seed
 from .preparing import Preparing
 from .runner import ModelRunner
 from .sampler import Sample, sample
@@ -53,6 +54,7 @@ class TransformersEngine:
         self._scheduler, self._runner = _build(settings, self.card, loaded)
         self._grammars = Grammars(tokenizer, self.card.vocab_size, self.card.eos_token_ids)
         self._preparing = Preparing(self._grammars)
+        self._shared = settings.prefix_cache == "shared"
         self._arrivals = 0
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
@@ -83,9 +85,7 @@ class TransformersEngine:
         return bool(self._ended) or len(self._scheduler) + len(self._preparing) > 0
 
     def free_slots(self) -> int:
-        # While something waits here, what else is in the queue may find room at another worker sooner.
-        held = len(self._scheduler) + len(self._preparing)
-        return 0 if self._scheduler.stalled else max(self._scheduler.max_running - held, 0)
+        return max(self._scheduler.free_slots() - len(self._preparing), 0)
 
     def running(self) -> list[str]:
         return self._scheduler.rids() + self._preparing.rids() + [output.rid for output in self._ended]
@@ -94,7 +94,7 @@ class TransformersEngine:
         self._scheduler.retract()
 
     def flush_cache(self) -> int:
-        return 0  # K/V is not kept beyond its sequence
+        return self._scheduler.cache.flush()
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
@@ -133,10 +133,10 @@ class TransformersEngine:
             log.warning("a step of %d sequences failed; trying halves", len(slices), exc_info=True)
             middle = len(slices) // 2
             return self._advance(slices[:middle]) + self._advance(slices[middle:])
+        chunks = [StepOutput(piece.sequence.rid) for piece in slices if not piece.num_sampled]
         for piece in slices:
             self._scheduler.commit(piece)
-        outputs = [self._accept(piece.sequence, drawn) for piece, drawn in zip(sampled, samples, strict=True)]
-        return outputs + [StepOutput(piece.sequence.rid) for piece in slices if piece not in sampled]
+        return chunks + [self._accept(piece.sequence, drawn) for piece, drawn in zip(sampled, samples, strict=True)]
 
     def _compute(self, slices: list[Slice]) -> tuple[list[Slice], list[Sample]]:
         dirty = self._scheduler.blocks.take_dirty()
@@ -155,12 +155,12 @@ class TransformersEngine:
         """Take a sampled token: append it, and end the sequence where it must end."""
         if drawn.token_id is None:
             return self._give_up(sequence, drawn)
-        sequence.verified = True
+        self._scheduler.verify(sequence)
         finish = sequence.append(drawn.token_id)
         if finish is not None:
             self._scheduler.remove(sequence.rid)
         logprobs = (drawn.logprob,) if drawn.logprob is not None else None
-        cached = None if sequence.announced else 0
+        cached = None if sequence.announced else sequence.cached_tokens
         sequence.announced = True
         return StepOutput(sequence.rid, (drawn.token_id,), logprobs, finish, cached)
 
@@ -211,6 +211,8 @@ class TransformersEngine:
             stop_ids=stop_ids(params, self.card.eos_token_ids, self.card.vocab_size),
             seed=params.sampling_seed if params.sampling_seed is not None else _seed_of(job.rid),
             arrival=self._arrivals,
+            announced=bool(produced),
+            cache_seed=cache_seed(job.model, "" if self._shared else job.tenant, self.card.weight_version),
         )
 
 
@@ -240,5 +242,6 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         max_running=max_running,
         max_batch_tokens=max_batch_tokens,
         fixed_chunks=settings.deterministic,
+        prefix_cache=settings.prefix_cache != "off",
     )
     return scheduler, ModelRunner(loaded.model, loaded.attention, cache, alone=settings.deterministic)

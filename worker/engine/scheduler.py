@@ -1,35 +1,39 @@
 """Who computes what in the next step: continuous batching under a token budget. Pure Python.
 
-    waiting (one queue per lane: rt, std, batch) ──admit──► running ──► finished
-                     ▲                                         │
-                     └──────────── preempt (recompute) ────────┘
+    waiting (in order) ──admit──► running (in order) ──► finished
+            ▲                        │
+            └── preempt (recompute) ─┘
 
 A step is one flat batch: a token of every sequence that decodes, then chunks of those that prefill, then what is
-admitted with the budget that is left. Sequences go first by lane, then by age; the last of that order pays when
-blocks run out: it loses its K/V, keeps its tokens, and computes them again later.
+admitted with the budget that is left. The order is lane (rt, std, batch), then age. The last of it pays when blocks
+run out: it loses its K/V, keeps its tokens, and later finds in the prefix cache what nobody has overwritten.
+
+Nobody starves: whoever waits is at the head of its lane once the older ones are through, nobody overtakes the head,
+and a sequence that was not let for `ageing` steps goes up a lane.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...shared.messages import LANES, Lane
 from .blocks import BlockAllocator
+from .expected import ExpectedOutput
+from .prefix import PrefixCache
 from .sequence import Row, Sequence
 
-# Most sequences stop long before max_new_tokens, so admission counts on this share of what they may still write.
-EXPECTED_OUTPUT = 0.5
-
 _RANK: dict[Lane, int] = {lane: rank for rank, lane in enumerate(LANES)}
+_YIELDS = _RANK["batch"]  # sequences of this rank make room for those before them
+# Prompt tokens that are admitted and not computed yet, in steps: beyond them another worker would be sooner.
+_BACKLOG = 4
+
+_by_order = attrgetter("order")
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return _RANK[sequence.lane], sequence.arrival
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Slice:
     """Tokens `start … start + length` of a sequence, computed in one step; the last of them may be guesses."""
 
@@ -58,30 +62,60 @@ class Slice:
         return [Row(self.sequence, self.draft[:count]) for count in range(self.num_sampled)]
 
 
+class _Plan:
+    """What has been given away of a step's budget, and of the pool."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.promised = 0  # free blocks that what runs is expected to need
+        self.lengths: dict[Sequence, int] = {}
+
+    def take(self, sequence: Sequence, length: int) -> None:
+        self.lengths[sequence] = length
+        self.budget -= length
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.lengths.pop(sequence, 0)
+
+
 class Scheduler:
-    """Holds all sequences; `schedule` plans a step, `commit` notes that it ran.
+    """Holds all sequences; `schedule` plans a step, `commit` notes that it ran, `verify` that it ran well.
 
     Args:
         blocks: the pool. One sequence of `max_tokens` must fit into it alone; the engine sees to that.
         max_running: sequences with K/V at one time.
         max_batch_tokens: budget of a step; at least `max_running`.
         fixed_chunks: cut prompts at multiples of `max_batch_tokens` and compute every output token alone, so that
-            the shape of each computation depends on nothing but the sequence (the deterministic mode).
+            the shape of each computation depends on nothing but the sequence (the deterministic mode). What was
+            computed in another shape differs in its last bits, so nothing is shared then.
+        prefix_cache: whether K/V are shared between sequences that begin alike.
+        ageing: steps of waiting after which a sequence goes up a lane.
     """
 
     def __init__(
-        self, blocks: BlockAllocator, *, max_running: int, max_batch_tokens: int, fixed_chunks: bool = False
+        self,
+        blocks: BlockAllocator,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        fixed_chunks: bool = False,
+        prefix_cache: bool = True,
+        ageing: int = 1000,
     ) -> None:
         assert max_batch_tokens >= max_running, "a step must have room for every sequence that decodes"
         self.blocks = blocks
+        self.cache = PrefixCache(blocks, enabled=prefix_cache and not fixed_chunks)
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.fixed_chunks = fixed_chunks
-        self.running: list[Sequence] = []
+        self.ageing = ageing
         self.preemptions = 0  # since the start
-        self.stalled = False  # whether the last plan left a sequence waiting, for want of blocks, slots or budget
-        self._waiting: dict[Lane, deque[Sequence]] = {lane: deque() for lane in LANES}
+        self.expected = ExpectedOutput()
+        self.running: list[Sequence] = []  # in order
+        self._waiting: list[Sequence] = []  # in order
         self._by_rid: dict[str, Sequence] = {}
+        self._stalled = False  # whether the last plan left a sequence waiting, for want of blocks, slots or budget
+        self._backlog = 0  # tokens that the last plan left to prefill
 
     def __len__(self) -> int:
         return len(self._by_rid)
@@ -92,125 +126,187 @@ class Scheduler:
     def rids(self) -> list[str]:
         return list(self._by_rid)
 
+    def free_slots(self) -> int:
+        """How many more sequences may come. None while some wait here: what is still in the queue is chosen there,
+        lane by lane and tenant by tenant, and may find room at another worker sooner."""
+        if self._stalled or self._backlog > _BACKLOG * self.max_batch_tokens:
+            return 0
+        return max(self.max_running - len(self), 0)
+
     def add(self, sequence: Sequence) -> None:
+        sequence.order = (_RANK[sequence.lane], sequence.arrival)
         self._by_rid[sequence.rid] = sequence
-        self._waiting[sequence.lane].append(sequence)
+        insort(self._waiting, sequence, key=_by_order)
 
     def remove(self, rid: str) -> Sequence | None:
         """Forget a sequence, finished or aborted, and free its blocks."""
         sequence = self._by_rid.pop(rid, None)
         if sequence is None:
             return None
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
+        if sequence.running:
+            self._stop(sequence)
+            if sequence.finish() is not None:
+                self.expected.ended(sequence)
         else:
-            self._waiting[sequence.lane].remove(sequence)
-        self.stalled = self.stalled and any(self._waiting.values())
+            self._waiting.remove(sequence)
+        self._stalled = self._stalled and bool(self._waiting)
         return sequence
 
     def schedule(self) -> list[Slice]:
         """Plan a step; the blocks of its tokens are allocated. Empty only when nothing waits or runs."""
-        plan: dict[Sequence, int] = {}
-        self.running.sort(key=_order)
-        self._plan_running(plan, decoding=True)
-        self._plan_running(plan, decoding=False)
-        self._admit(plan)
-        self.stalled = any(self._waiting.values())
-        return [Slice(sequence, sequence.num_computed, length) for sequence, length in plan.items()]
+        # Fixed chunks are not cut to what decoding leaves over, so they get room beside it.
+        plan = _Plan(self.max_batch_tokens + self.fixed_chunks * self.max_running)
+        preemptions = self.preemptions
+        self._plan_running(plan)
+        if self._waiting and self.preemptions == preemptions:
+            self._admit(plan)
+        self._age(self._waiting)
+        self._stalled = bool(self._waiting)
+        return [Slice(sequence, sequence.num_computed, length) for sequence, length in plan.lengths.items()]
 
     def commit(self, piece: Slice) -> None:
         """Note that a slice was computed."""
         piece.sequence.num_computed = piece.end
 
     def retract(self) -> None:
-        """Send everything that runs back to wait, in order: its K/V is no longer what the model would compute."""
-        for sequence in sorted(self.running, key=_order, reverse=True):
-            self._preempt(sequence, {})
+        """Send everything that runs back to wait: its K/V is no longer what the model would compute, nor is what the
+        prefix cache holds."""
+        while self.running:
+            self._preempt(self.running[-1], _Plan(0))
+        self.cache.flush()
+
+    def verify(self, sequence: Sequence) -> None:
+        """Note that all K/V of a sequence are finite: its full blocks may be shared."""
+        sequence.verified = True
+        self.cache.register(sequence)
 
     def check_integrity(self) -> None:
         """Assert that no block, sequence or slot is lost."""
-        waiting = [sequence for queue in self._waiting.values() for sequence in queue]
-        assert all(not sequence.block_table for sequence in waiting), "a waiting sequence owns blocks"
+        assert all(not sequence.block_table for sequence in self._waiting), "a waiting sequence owns blocks"
         assert len(self.running) <= self.max_running, "more sequences run than there are slots"
-        held = sorted(sequence.rid for sequence in (*waiting, *self.running))
+        held = sorted(sequence.rid for sequence in (*self._waiting, *self.running))
         assert held == sorted(self._by_rid), "a sequence is lost, or stands in two places"
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
+        self.cache.check_integrity(self.running)
 
-    def _plan_running(self, plan: dict[Sequence, int], *, decoding: bool) -> None:
-        for sequence in list(self.running):
-            if (sequence.num_pending == 1) is not decoding or sequence not in self.running:
+    def _plan_running(self, plan: _Plan) -> None:
+        """Give what runs its share: one token to each that decodes, then chunks to those that prefill."""
+        prefilling = []
+        for sequence in self.running.copy():
+            if sequence.num_pending > 1:
+                prefilling.append(sequence)
+            elif sequence.running and self._reserve(sequence, 1, plan):
+                plan.take(sequence, 1)
+        held_up, self._backlog = [], 0
+        for sequence in prefilling:
+            length = self._chunk(sequence, sequence.num_computed, plan)
+            if not length:
+                held_up.append(sequence)
+            elif sequence.running and self._reserve(sequence, length, plan):
+                plan.take(sequence, length)
+            self._backlog += sequence.num_pending - length
+        self._age(held_up)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Start what waits, in order. Nobody overtakes: what does not fit now would otherwise wait for ever."""
+        plan.promised = sum(self._growth(sequence) for sequence in self.running)
+        for sequence in self._waiting.copy():
+            hits = self.cache.match(sequence)
+            if self.cache.worth_waiting(sequence, len(hits)):
                 continue
-            length = self._chunk(sequence, self.max_batch_tokens - sum(plan.values()))
-            if length and self._reserve(sequence, length, plan):
-                plan[sequence] = length
+            length = self._chunk(sequence, len(hits) * self.blocks.block_size, plan)
+            if not length or not self._make_room(sequence, hits, plan):
+                return
+            self._start(sequence, hits, length, plan)
 
-    def _admit(self, plan: dict[Sequence, int]) -> None:
-        for sequence in self._candidates():
-            length = self._chunk(sequence, self.max_batch_tokens - sum(plan.values()))
-            if not length or not self._make_room(sequence, plan):
-                return  # nobody overtakes: what does not fit now would otherwise wait for ever
-            self._waiting[sequence.lane].popleft()
-            self.running.append(sequence)
-            sequence.block_table = self.blocks.allocate(self.blocks.blocks_for(length))
-            plan[sequence] = length
+    def _start(self, sequence: Sequence, hits: list[int], length: int, plan: _Plan) -> None:
+        self._waiting.remove(sequence)
+        insort(self.running, sequence, key=_by_order)
+        sequence.running = True
+        self.cache.admit(sequence, hits)
+        self._reserve(sequence, length, plan)
+        plan.take(sequence, length)
+        plan.promised += self._growth(sequence)
+        self._backlog += sequence.num_pending - length
 
-    def _candidates(self) -> Iterator[Sequence]:
-        for queue in self._waiting.values():
-            while queue:
-                yield queue[0]
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """How many of a sequence's pending tokens go into this step."""
+    def _chunk(self, sequence: Sequence, computed: int, plan: _Plan) -> int:
+        """How many tokens after the `computed` ones go into this step."""
         if not self.fixed_chunks:
-            return min(sequence.num_pending, budget)
-        left = sequence.num_prompt_tokens - sequence.num_computed
+            return min(len(sequence.token_ids) - computed, plan.budget)
+        left = sequence.num_prompt_tokens - computed
         length = min(left, self.max_batch_tokens) if left > 0 else 1
-        return length if length <= budget else 0
+        return length if length <= plan.budget else 0
 
-    def _reserve(self, sequence: Sequence, length: int, plan: dict[Sequence, int]) -> bool:
+    def _reserve(self, sequence: Sequence, length: int, plan: _Plan) -> bool:
         """Give a running sequence the blocks of its next tokens, at the cost of the last in order.
         False where that was the sequence itself."""
         need = self.blocks.blocks_for(sequence.num_computed + length) - len(sequence.block_table)
+        if need <= 0:
+            return True
         while need > self.blocks.num_free:
-            victim = max(self.running, key=_order)
+            victim = self.running[-1]
+            victim.preempted = True
+            self.expected.too_low()
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        if need > 0:
-            sequence.block_table += self.blocks.allocate(need)
+        sequence.block_table += self.blocks.allocate(need)
         return True
 
-    def _make_room(self, sequence: Sequence, plan: dict[Sequence, int]) -> bool:
-        """Whether a waiting sequence may start. One of an interactive lane sends the newest of the batch lane back."""
-        while not self._fits(sequence):
-            victim = max(self.running, key=_order)
-            if _RANK[victim.lane] <= _RANK[sequence.lane] or victim.lane != "batch":
-                return False
+    def _make_room(self, sequence: Sequence, hits: list[int], plan: _Plan) -> bool:
+        """Whether a waiting sequence may start: at the cost of the newest of those that yield to it, where their
+        places are enough."""
+        if self._fits(sequence, hits, plan):
+            return True
+        yielding = [other for other in self.running if other.order[0] == _YIELDS > sequence.order[0]]
+        others = len(self.running) - len(yielding)
+        room = self.blocks.num_free - plan.promised + sum(self._size(other) for other in yielding)
+        if others and (others >= self.max_running or self._need(sequence, hits) > room):
+            return False
+        while yielding and not self._fits(sequence, hits, plan):
+            victim = yielding.pop()
+            plan.promised -= self._growth(victim)
             self._preempt(victim, plan)
-        return True
+        return self._fits(sequence, hits, plan)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, hits: list[int], plan: _Plan) -> bool:
         if not self.running:
             return True
         if len(self.running) >= self.max_running:
             return False
-        promised = sum(self._expected_blocks(other) for other in self.running)
-        return promised + self._expected_blocks(sequence) <= self.blocks.usable
+        return self._need(sequence, hits) <= self.blocks.num_free - plan.promised
 
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        left = sequence.max_tokens - len(sequence.token_ids)
-        return self.blocks.blocks_for(len(sequence.token_ids) + int(left * EXPECTED_OUTPUT))
+    def _need(self, sequence: Sequence, hits: list[int]) -> int:
+        """Free blocks that a waiting sequence is expected to take; of its `hits` those that nobody owns now."""
+        owned = sum(not self.blocks.is_free(block) for block in hits)
+        return self.blocks.blocks_for(self.expected.tokens(sequence)) - owned
 
-    def _preempt(self, sequence: Sequence, plan: dict[Sequence, int]) -> None:
+    def _size(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence is expected to hold in the end."""
+        return max(self.blocks.blocks_for(self.expected.tokens(sequence)), len(sequence.block_table))
+
+    def _growth(self, sequence: Sequence) -> int:
+        return self._size(sequence) - len(sequence.block_table)
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         self.preemptions += 1
-        plan.pop(sequence, None)
-        self.running.remove(sequence)
-        self._release(sequence)
-        self._waiting[sequence.lane].appendleft(sequence)
+        plan.drop(sequence)
+        self._stop(sequence)
+        insort(self._waiting, sequence, key=_by_order)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.block_table, dirty=not sequence.verified)
-        sequence.block_table = []
-        sequence.num_computed = 0
-        sequence.verified = True
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.running = False
+        self.cache.release(sequence)
+
+    def _age(self, sequences: Iterable[Sequence]) -> None:
+        """Count a step of waiting; who has waited long goes up a lane."""
+        moved = False
+        for sequence in sequences:
+            sequence.waited += 1
+            if sequence.waited % self.ageing == 0 and sequence.order[0] > 0:
+                sequence.order = (sequence.order[0] - 1, sequence.arrival)
+                moved = True
+        if moved:
+            self.running.sort(key=_by_order)
+            self._waiting.sort(key=_by_order)

@@ -29,9 +29,22 @@ class Sequence:
     stop_ids: frozenset[int]
     seed: int
     arrival: int  # the older goes first within a lane
+    cache_seed: bytes = b""  # see prefix.py; sequences of different seeds share no K/V
+    media: tuple[tuple[int, bytes], ...] = ()  # (position, content hash) of inputs that stand for tokens
+    reads_cache: bool = True  # False: the logits of every prompt token are wanted, so all are computed
+
+    # Kept by the scheduler and the prefix cache.
+    running: bool = False
+    order: tuple[int, int] = (0, 0)  # the lower goes first: lane, then arrival; a lane less for each long wait
+    waited: int = 0  # steps in which it could have computed and was not let
+    preempted: bool = False  # lost its blocks to others once: it starts again when all it may need is free
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     verified: bool = True  # whether the K/V in block_table is known to be finite
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    num_named: int = 0  # blocks of block_table that the prefix cache knows by block_keys
+    cache_generation: int = 0
+    cached_tokens: int | None = None  # prompt tokens found in the cache when it first started
     announced: bool = False  # whether an output has been sent for it
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
 
@@ -62,6 +75,11 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more it may write."""
+        return self.max_tokens - len(self.token_ids)
 
     def append(self, token_id: int) -> Finish | None:
         """Take the next output token; says why the sequence ends with it, or None where it goes on."""
