@@ -13,7 +13,7 @@ OPEN_PATHS = frozenset({"/health"})
 ADMIN_PATHS = frozenset(
     {
         *("/server_info", "/model_info", "/flush_cache", "/abort_request"),
-        *("/pause_generation", "/continue_generation"),
+        *("/pause_generation", "/continue_generation", "/update_weights_from_disk"),
     }
 )
 DEFAULT_TENANT = "default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,15 +34,17 @@ class NoAnswer(RequestError):
 
 
 class PoolControl:
-    """Tells the workers of one pool after the other.
+    """Tells the workers of a model.
 
     Args:
         wait_s: how long a worker may take for what it does between two steps.
+        load_wait_s: how long it may take to read files.
     """
 
-    def __init__(self, backend: Backend, *, wait_s: float) -> None:
+    def __init__(self, backend: Backend, *, wait_s: float, load_wait_s: float) -> None:
         self._backend = backend
         self._wait_s = wait_s
+        self._load_wait_s = load_wait_s
 
     async def card(self, model: str | None) -> ModelCard:
         """The card of the base model that `model` names, or of the only one.
@@ -68,9 +71,39 @@ class PoolControl:
         check(answers, self._wait_s)
         return body(answers)
 
+    async def change(self, card: ModelCard, read: Kind, what: Mapping[str, Any], how: Mapping[str, Any]) -> ControlBody:
+        """Have every worker of a pool read something; when all have it, have them all use it.
 
-def check(answers: Answers, wait_s: float) -> None:
-    """Raises WorkerRefused or NoAnswer where a worker did not obey."""
+        Args:
+            read: the command that reads `what`.
+            how: it is put to use.
+
+        Raises:
+            Conflict: another change of this pool is under way.
+            Unavailable: the pool has no worker.
+            WorkerRefused, NoAnswer: naming the workers. Nothing has changed, unless the error says that some obeyed.
+        """
+        control, pool, token = self._backend.control, card.pool, uuid.uuid4().hex
+        async with control.exclusive(pool, self._load_wait_s + 3 * self._wait_s):
+            args = {"token": token, "limit_s": self._load_wait_s, **what}
+            have_read = await control.broadcast(pool, read, args, self._load_wait_s + self._wait_s)
+            try:
+                check(have_read, self._load_wait_s, changed=False)
+            except RequestError:
+                await control.broadcast(pool, "discard", {"token": token}, self._wait_s)
+                raise
+            answers = await control.broadcast(pool, "commit", {"token": token, **how}, self._wait_s)
+            self._backend.models.expire()
+            check(answers, self._wait_s)
+            return body(answers)
+
+
+def check(answers: Answers, wait_s: float, *, changed: bool = True) -> None:
+    """Raises WorkerRefused or NoAnswer where a worker did not obey.
+
+    Args:
+        changed: whether those that obeyed have changed something.
+    """
     by_id = {worker.id: worker for worker in answers.workers}
     refused = [outcome for outcome in answers.outcomes.values() if not outcome.ok]
     if refused:
@@ -81,11 +114,12 @@ def check(answers: Answers, wait_s: float) -> None:
         raise WorkerRefused(_sentence(message), max(outcome.status for outcome in refused), refused[0].param)
     parts = []
     if answers.silent:
-        parts.append(f"No answer within {wait_s:g} s from {_names(answers.silent)}, which obeys when it comes to it.")
+        later = ", which obeys when it comes to it" if changed else ""
+        parts.append(f"No answer within {wait_s:g} s from {_names(answers.silent)}{later}.")
     if answers.gone:
         parts.append(f"Ended before an answer: {_names(answers.gone)}.")
     if parts:
-        obeyed = f"{len(answers.outcomes)} of {len(answers.workers)} workers obeyed."
+        obeyed = f"{len(answers.outcomes)} of {len(answers.workers)} workers obeyed." if changed else "Nothing changed."
         raise NoAnswer(" ".join([*parts, obeyed]))
 
 

@@ -73,7 +73,7 @@ def build(settings: InferenceSettings, backend: Backend, override: str | None = 
         keep_s=settings.keep_s,
         reader_lease_s=settings.reader_lease_s,
     )
-    control = PoolControl(backend, wait_s=settings.control_wait_s)
+    control = PoolControl(backend, wait_s=settings.control_wait_s, load_wait_s=settings.load_wait_s)
     return Services(backend, inference, readers, tokenizers, metrics, control)
 
 

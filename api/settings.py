@@ -28,6 +28,7 @@ class InferenceSettings(FileSettings):
     keep_s: float = Field(600.0, gt=0, description="seconds a finished stream's text is kept for clients to resume")
     reader_lease_s: float = Field(20.0, gt=0, description="seconds until a dead replica's requests are cancelled")
     control_wait_s: float = Field(30.0, gt=0, description="seconds that workers get to obey a control route")
+    load_wait_s: float = Field(600.0, gt=0, description="seconds that workers get to read new weights or an adapter")
 
 
 class ApiSettings(InferenceSettings):

@@ -56,6 +56,10 @@ class ModelRegistry:
             self._read_at = time.monotonic()
         return self._cards
 
+    def expire(self) -> None:
+        """Read the cards again when they are next asked for: somebody has changed them."""
+        self._read_at = float("-inf")
+
     async def get(self, name: str) -> ModelCard:
         """Raises ModelNotFound."""
         cards = await self.all()
@@ -119,7 +123,7 @@ class Membership:
     def __init__(self, info: ProcessInfo) -> None:
         self.info = info
         self._next = float("-inf")
-        self._model: tuple[ModelCard, bytes] | None = None
+        self._models: dict[str, tuple[ModelCard, bytes]] = {}
 
     def serve(self, client: Client, card: ModelCard, tokenizer: bytes) -> None:
         """Register a model, and keep it registered from now on: a store that was flushed knows it no more.
@@ -128,7 +132,12 @@ class Membership:
             ProtocolError: as `register_model`.
         """
         register_model(client, card, tokenizer)
-        self._model = card, tokenizer
+        self._models[card.name] = card, tokenizer
+
+    def retire(self, client: Client, name: str) -> None:
+        """Take a model off the list."""
+        self._models.pop(name, None)
+        client.hdel(keys.MODELS, name)
 
     def due(self) -> bool:
         return time.monotonic() >= self._next
@@ -152,15 +161,15 @@ class Membership:
         """Say that we live. A long `ttl_ms` covers the loading of a model."""
         pipe = client.pipeline(transaction=False)
         self._write(pipe, ttl_ms)
-        if self._model is None:
-            pipe.execute()
-            return
-        card, tokenizer = self._model
-        pipe.hexists(keys.MODELS, card.name)
-        pipe.exists(keys.blob(card.tokenizer))
-        if not all(pipe.execute()[-2:]):
-            log.warning("the store has lost the model %s: registered again", card.name)
-            register_model(client, card, tokenizer)
+        for card, _ in self._models.values():
+            pipe.hexists(keys.MODELS, card.name)
+            pipe.exists(keys.blob(card.tokenizer))
+        replies = pipe.execute()
+        there = replies[len(replies) - 2 * len(self._models) :]
+        for number, (card, tokenizer) in enumerate(self._models.values()):
+            if not all(there[2 * number : 2 * number + 2]):
+                log.warning("the store has lost the model %s: registered again", card.name)
+                register_model(client, card, tokenizer)
 
     async def beat_async(self, client: AsyncClient, ttl_ms: int = keys.PROCESS_TTL_MS) -> None:
         pipe = client.pipeline(transaction=False)
@@ -214,3 +223,28 @@ async def processes_async(client: AsyncClient) -> list[ProcessInfo]:
     if gone:
         await client.zrem(keys.WORKERS, *gone)
     return live
+
+
+class ServedModels:
+    """What one worker serves, as the others read it. `tokenizer` is the base model's."""
+
+    def __init__(self, client: Client, member: Membership, tokenizer: bytes) -> None:
+        self._client = client
+        self._member = member
+        self._tokenizer = tokenizer
+
+    def say(self, **extra: Any) -> None:
+        """Change what this worker says of itself, at once."""
+        self._member.update(**extra)
+        self._member.beat(self._client)
+
+    def serve(self, card: ModelCard) -> None:
+        self._member.serve(self._client, card, self._tokenizer)
+
+    def retire(self, name: str) -> None:
+        self._member.retire(self._client, name)
+
+    def card(self, name: str) -> ModelCard | None:
+        """The card under which a model is registered, if it is."""
+        data = self._client.hget(keys.MODELS, name)
+        return ModelCard.decode(data) if data is not None else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,62 +14,11 @@ import pytest
 from headrace.shared import keys
 from headrace.shared.clients import connect
 from headrace.shared.registry import processes
-from headrace.worker.scripted import LOAD_TEXT
+from kit.control import Control
 from kit.deployment import Deployment, terminate
 from kit.serving import wait_until
 
 SCRIPTS: list[dict[str, Any]] = [{"when": "slow", "tokens": 40, "tokens_per_s": 20}, {"tokens": 5}]
-LEASE = ("--lease-s", "3")
-
-
-class Control:
-    """A deployment with two workers, and its control routes."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.http = httpx.Client(base_url=deployment.url, timeout=60)
-        deployment.start("api", "--control-wait-s", "2")
-        deployment.start("detok", "--shard-lease-s", "3")
-        self.workers = [self.start() for _ in range(2)]
-        self.wait_for(2)
-
-    def start(self) -> subprocess.Popen[bytes]:
-        return self.deployment.start("worker", *LEASE)
-
-    def wait_for(self, count: int) -> None:
-        wait_until(lambda: self.ready() == count, f"{count} workers are ready")
-        self.deployment.ready()
-
-    def ready(self) -> int:
-        with connect(self.deployment.redis_url) as store:
-            return sum(p.role == "worker" and p.state == "ready" for p in processes(store))
-
-    def post(self, path: str, **body: Any) -> Any:
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == 200, f"{answer.text}\n{self.deployment.logs()}"
-        return answer.json()
-
-    def error(self, path: str, status: int, **body: Any) -> str:
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == status, answer.text
-        return str(answer.json()["error"]["message"])
-
-    def generate(self, prompt: str = "hi") -> Any:
-        return self.post("/generate", model="m", text=prompt, sampling_params={"max_new_tokens": 100})
-
-    def aborted(self, prompt: str = "hi") -> str:
-        """Why a request ended before its end."""
-        return self.error("/generate", 499, model="m", text=prompt, sampling_params={"max_new_tokens": 100})
-
-    def text(self, tokens: int) -> str:
-        ids = self.deployment.tokenizer.tokenizer.encode(LOAD_TEXT, add_special_tokens=False).ids
-        return str(self.deployment.tokenizer.tokenizer.decode([ids[i % len(ids)] for i in range(tokens)]))
-
-    def running(self) -> int:
-        with connect(self.deployment.redis_url) as store:
-            shards = range(keys.DEFAULT_SHARDS)
-            lanes = [keys.jobs(s, "m", lane) for s in shards for lane in ("rt", "std", "batch")]
-            return sum(store.xlen(stream) for stream in lanes)
 
 
 @pytest.fixture

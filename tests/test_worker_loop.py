@@ -10,11 +10,11 @@ from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect
 from headrace.shared.control import Inbox
-from headrace.shared.errors import StoreUnavailable
+from headrace.shared.errors import InvalidRequest, StoreUnavailable
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.messages import Finish, GenerateJob, ModelCard, TokenChunk
-from headrace.shared.registry import Membership, ProcessInfo
+from headrace.shared.registry import Membership, ProcessInfo, ServedModels
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.token_stream import Append, TokenStream
@@ -67,6 +67,9 @@ class OneToken:
     def running(self) -> Sequence[str]:
         return list(self.jobs)
 
+    def read_weights(self, folder: str) -> Callable[[str], None]:
+        raise InvalidRequest("it has no weights")
+
     def retract(self) -> None:
         pass
 
@@ -107,7 +110,7 @@ def worker_of(client: Client, engine: OneToken, stop: Told, tokens: type[TokenSt
         tokens(client, flushes, "w2", 3.0),
         client,
         member,
-        Controller(engine, Inbox(client, "m", member.info.id), member),
+        Controller(engine, Inbox(client, "m", member.info.id), member.info.id, ServedModels(client, member, b"")),
         owner="w2",
         consumer="host:0",
         shards=SHARDS,

@@ -1,6 +1,7 @@
 """What a worker does when it is told to, between two steps: the commands of `shared.control`.
 
-A command that cannot be obeyed is answered with the reason, changes nothing, and the loop goes on.
+A command that cannot be obeyed is answered with the reason, changes nothing, and the loop goes on. What has to be
+read from disk is read first, on a thread (`read_*`); once every worker of the pool has it, all `commit` to it.
 """
 
 from __future__ import annotations
@@ -9,56 +10,108 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ..shared.control import Command, Inbox, Outcome, PauseMode
-from ..shared.errors import EngineError, InvalidRequest, RequestError
-from ..shared.messages import Finish
-from ..shared.registry import Membership
+from ..shared.errors import ConfigError, Conflict, EngineError, InvalidRequest, RequestError
+from ..shared.messages import Finish, ModelCard
 from .interface import Engine, StepOutput
+from .reading import Reading
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # how often a busy worker looks for commands; an idle one is woken by them
+READING_POLL_MS = 10
 
 # What went wrong here and not with the command: said, logged, and survived.
 _OURS = (EngineError, OSError, RuntimeError)
 
+Args = Mapping[str, Any]
+
+
+class Models(Protocol):
+    """`shared.registry.ServedModels`."""
+
+    def say(self, **extra: Any) -> None: ...
+
+    def serve(self, card: ModelCard) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What was read and is not yet used: `use` puts it to use, as the command `commit` says."""
+
+    token: str
+    use: Callable[[Args], Args]
+
 
 class Controller:
-    """Obeys the commands of one pool, in order. Everything runs on the loop's thread."""
+    """Obeys the commands of one pool, in order. But for reading files, everything runs on the loop's thread."""
 
-    def __init__(self, engine: Engine, inbox: Inbox, member: Membership) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, process: str, models: Models) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._member = member
+        self._process = process
+        self._models = models
         self._next_look = float("-inf")
         self._commands: deque[Command] = deque()
+        self._reading: tuple[Command, Reading[Staged]] | None = None
+        self._staged: Staged | None = None
         self._unsent: list[tuple[Command, Outcome]] = []  # outcomes that an outage kept from the api
         self._ended: list[StepOutput] = []
-        self.paused: PauseMode | None = None
-        self._handlers: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+        self._paused: PauseMode | None = None
+        self._handlers: Mapping[str, Callable[[Args], Args]] = {
             "flush_cache": self._flush_cache,
             "pause": self._pause,
             "continue": self._continue,
+            "commit": self._commit,
+            "discard": self._discard,
         }
+        self._readers: Mapping[str, Callable[[Args], Staged]] = {"read_weights": self._read_weights}
+
+    @property
+    def standing_still(self) -> bool:
+        """Whether no step may run: the pool is paused, or a model is being made, for which transformers changes
+        defaults of torch that a step would see."""
+        return self._paused is not None or (self._reading is not None and self._reading[0].kind == "read_weights")
 
     def join(self) -> None:
-        """Do as the pool was told before this worker came."""
+        """Do as the pool was told before this worker came.
+
+        Raises:
+            ConfigError: the weights that the others serve are not to be had here.
+        """
         state = self._inbox.state()
-        self._set_paused(state.paused)
+        self._paused = state.paused
+        if state.weights is not None:
+            log.info("the pool serves version %r of the weights, from %s", state.weight_version, state.weights)
+            try:
+                self._engine.read_weights(state.weights)(state.weight_version)
+            except InvalidRequest as e:
+                raise ConfigError(
+                    f"the workers of {self._engine.card.pool} were told to serve {state.weights} as version "
+                    f"{state.weight_version!r}, and this one cannot: {e.message}. Put the folder there, or update again"
+                ) from e
+        self._models.say(paused=state.paused is not None, weight_version=self._engine.card.weight_version)
 
     def obey(self) -> list[StepOutput]:
         """Obey what has come. Returns the ends of the sequences that it cost."""
+        self._finish_reading()
         if self._due():
             self._commands.extend(self._inbox.read())
             self._inbox.keep_state()
-        while self._commands:
-            command = self._commands.popleft()
-            self._unsent.append((command, self._outcome(command)))
-        self._send()
+        while self._commands and self._reading is None:
+            self._begin(self._commands.popleft())
+        while self._unsent:
+            self._inbox.reply(*self._unsent[0])
+            self._unsent.pop(0)
         ended, self._ended = self._ended, []
         return ended
+
+    def wait_ms(self, longest: int) -> int:
+        """How long the loop may wait for `watched` before it must call `obey` again."""
+        return READING_POLL_MS if self._reading is not None else longest
 
     def watched(self) -> dict[str, bytes]:
         """The stream that an idle worker waits on, and from where."""
@@ -75,50 +128,91 @@ class Controller:
         self._next_look = now + POLL_S
         return True
 
-    def _outcome(self, command: Command) -> Outcome:
-        me = self._member.info.id
+    def _begin(self, command: Command) -> None:
+        if command.kind in self._readers:
+            read, args = self._readers[command.kind], command.args
+            self._reading = command, Reading(lambda: read(args), args["limit_s"])
+        else:
+            self._answer(command, lambda: self._handler(command)(command.args))
+
+    def _handler(self, command: Command) -> Callable[[Args], Args]:
+        if command.kind not in self._handlers:
+            raise InvalidRequest(f"this worker's release does not know the command '{command.kind}'")
+        return self._handlers[command.kind]
+
+    def _finish_reading(self) -> None:
+        if self._reading is not None and self._reading[1].done():
+            (command, reading), self._reading = self._reading, None
+
+            def stage() -> Args:
+                self._staged = reading.result()
+                return {}
+
+            self._answer(command, stage)
+
+    def _answer(self, command: Command, act: Callable[[], Args]) -> None:
+        """Do it, and keep what became of it for the api."""
+        me = self._process
         try:
-            handler = self._handlers.get(command.kind)
-            if handler is None:
-                raise InvalidRequest(f"this worker's release does not know the command '{command.kind}'")
-            return Outcome(me, detail=handler(command.args))
+            outcome = Outcome(me, detail=act())
         except RequestError as e:
             log.warning("%s refused: %s", command.kind, e.message)
-            return Outcome(me, e.status, e.message, e.param)
+            outcome = Outcome(me, e.status, e.message, e.param)
         except _OURS:
             log.exception("%s failed", command.kind)
-            return Outcome(me, 500, f"{command.kind} failed in the worker; its log says why")
+            outcome = Outcome(me, 500, f"{command.kind} failed in the worker; its log says why")
+        self._unsent.append((command, outcome))
 
-    def _send(self) -> None:
-        while self._unsent:
-            self._inbox.reply(*self._unsent[0])
-            self._unsent.pop(0)
+    def _read_weights(self, args: Args) -> Staged:
+        use = self._engine.read_weights(args["folder"])
+        return Staged(args["token"], lambda how: self._use_weights(use, args["folder"], how))
 
-    def _flush_cache(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _use_weights(self, use: Callable[[str], None], folder: str, how: Args) -> Args:
+        running = len(self._engine.running())
+        self._interrupt(how["mode"], "The model's weights were updated.")
+        use(how["version"])
+        self._engine.flush_cache()
+        self._models.serve(self._engine.card)
+        self._models.say(weight_version=how["version"])
+        self._inbox.note(weights=folder, weight_version=how["version"])
+        log.info("serving version %r of the weights, from %s", how["version"], folder)
+        return {"weight_version": how["version"], "running": running}
+
+    def _commit(self, args: Args) -> Args:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.token != args["token"]:
+            raise Conflict("what was to be used was not read by this worker; it has started again since")
+        return staged.use(args)
+
+    def _discard(self, args: Args) -> Args:
+        if self._staged is not None and self._staged.token == args["token"]:
+            self._staged = None
+        return {}
+
+    def _flush_cache(self, _: Args) -> Args:
         return {"flushed_tokens": self._engine.flush_cache()}
 
-    def _pause(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        mode: PauseMode = args["mode"]
+    def _pause(self, args: Args) -> Args:
         running = len(self._engine.running())
-        self._interrupt(mode)
-        self._set_paused(mode)
-        self._inbox.note(paused=mode)
+        self._interrupt(args["mode"], "Generation was paused.")
+        self._set_paused(args["mode"])
+        self._inbox.note(paused=args["mode"])
         return {"running": running}
 
-    def _continue(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _continue(self, _: Args) -> Args:
         self._set_paused(None)
         self._inbox.note(paused="")
         return {"running": len(self._engine.running())}
 
     def _set_paused(self, mode: PauseMode | None) -> None:
-        self.paused = mode
-        self._member.update(paused=mode is not None)
+        self._paused = mode
+        self._models.say(paused=mode is not None)
 
-    def _interrupt(self, mode: PauseMode) -> None:
+    def _interrupt(self, mode: PauseMode, reason: str) -> None:
         """What becomes of the sequences that run: ended, made to compute their K/V again, or left as they are."""
         if mode == "retract":
             self._engine.retract()
         if mode == "abort":
             for rid in list(self._engine.running()):
                 self._engine.abort(rid)
-                self._ended.append(StepOutput(rid, finish=Finish("abort", message="Generation was paused.")))
+                self._ended.append(StepOutput(rid, finish=Finish("abort", message=reason)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,17 @@ class Engine(Protocol):
 
     def running(self) -> Sequence[str]:
         """The rids held, in any order."""
+        ...
+
+    def read_weights(self, folder: str) -> Callable[[str], None]:
+        """Read weights beside those that serve, and check them. Called on another thread, while no step runs.
+
+        Returns:
+            What puts them in the place of the old ones, under the version it is given; called between two steps.
+
+        Raises:
+            InvalidRequest: they are not those of this model, or cannot be read; nothing has changed.
+        """
         ...
 
     def retract(self) -> None:

@@ -89,7 +89,7 @@ class Worker:
             outputs = self._step()
             self._settle()
             self._flush(ended + outputs)
-            if not self._held or self._control.paused:
+            if not self._held or self._control.standing_still:
                 self._rest()
         self._settle()
         self._hand_back()
@@ -108,7 +108,7 @@ class Worker:
 
     def _going(self) -> bool:
         time_is_up = self._time_is_up()
-        waits_for = bool(self._held) and not self._control.paused  # who is paused has nothing to finish
+        waits_for = bool(self._held) and not self._control.standing_still  # who stands still finishes nothing
         return self._drain_until is None or (waits_for and not time_is_up)
 
     def _time_is_up(self) -> bool:
@@ -138,7 +138,7 @@ class Worker:
             return []
 
     def _take_jobs(self) -> None:
-        if self._stop.draining or self._control.paused:
+        if self._stop.draining or self._control.standing_still:
             return
         try:
             if self._outage:
@@ -151,7 +151,7 @@ class Worker:
             self.note_outage(e)
 
     def _step(self) -> list[StepOutput]:
-        if self._control.paused or not self._engine.has_work():
+        if self._control.standing_still or not self._engine.has_work():
             return []
         begun = time.monotonic()
         outputs = self._engine.step()
@@ -260,9 +260,10 @@ class Worker:
         if not self._held:
             self._engine.check_integrity()
         # What a paused worker holds it keeps by its leases, which it renews when they are a quarter gone.
-        block_ms = min(BLOCK_MS, int(self._pace.lease_s * 250)) if self._held else BLOCK_MS
+        longest = min(BLOCK_MS, int(self._pace.lease_s * 250)) if self._held else BLOCK_MS
+        watched, block_ms = self._hints | self._control.watched(), self._control.wait_ms(longest)
         try:
-            for stream, entries in self._client.xread(self._hints | self._control.watched(), block=block_ms) or []:
+            for stream, entries in self._client.xread(watched, block=block_ms) or []:
                 if stream.decode() in self._hints:
                     self._hints[stream.decode()] = entries[-1][0]
                 else:

@@ -10,7 +10,7 @@ from ..shared.clients import connect
 from ..shared.control import Inbox
 from ..shared.job_queue import JobQueue
 from ..shared.messages import ModelCard
-from ..shared.registry import Membership, ProcessInfo, take_slot
+from ..shared.registry import Membership, ProcessInfo, ServedModels, take_slot
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
 from ..shared.store import open_store
@@ -45,10 +45,15 @@ def run(settings: WorkerSettings) -> int:
     except BaseException:
         member.leave(client)
         raise
-    member.serve(client, engine.card, tokenizer)
+    models = ServedModels(client, member, tokenizer)
     member.update(pool=engine.card.pool)
-    control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member)
-    control.join()
+    control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member.info.id, models)
+    try:
+        control.join()
+    except BaseException:
+        member.leave(client)
+        raise
+    models.serve(engine.card)
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
     consumer = f"{member.info.host}:{slot}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ..shared.errors import ConfigError
+from ..shared.errors import ConfigError, InvalidRequest
 from ..shared.messages import Finish, FinishType, GenerateJob, ModelCard, TokenLogprob
 from .interface import StepOutput
 from .settings import WorkerSettings
@@ -128,6 +128,9 @@ class ScriptedEngine:
 
     def running(self) -> Sequence[str]:
         return list(self._replays)
+
+    def read_weights(self, folder: str) -> Callable[[str], None]:
+        raise InvalidRequest("a scripted worker has no weights", param="model_path")
 
     def retract(self) -> None:
         """A replay has no K/V; it goes on where it stands."""

@@ -28,6 +28,15 @@ class AbortRequest(PoolRequest):
     abort_all: bool = False
 
 
+class UpdateWeightsRequest(PoolRequest):
+    """`model_path` is a folder that every worker sees. `mode` says what becomes of the requests that run, as in
+    PauseRequest: those that are retracted go on with the new weights, and with K/V that is computed anew."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # by default the folder's name
+    mode: Literal["abort", "retract", "in_place"] = "retract"
+
+
 class WorkerBody(TypedDict):
     """What one worker did."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +13,7 @@ from ...shared.ids import choices, shard_in
 from ..errors import json_response
 from ..openapi import json_body
 from ..plan import ID_PREFIX, Plan
-from ..protocol.control import AbortRequest, PauseRequest, PoolRequest
+from ..protocol.control import AbortRequest, PauseRequest, PoolRequest, UpdateWeightsRequest
 from ..services import Services
 from ..validation import parse
 from .requests import read_json, services_of, settings_of
@@ -39,6 +40,16 @@ async def continue_generation(request: Request) -> Response:
     """Have them go on."""
     asked = parse(PoolRequest, await _body(request))
     return json_response(await services_of(request).control.tell(asked.model, "continue", {}))
+
+
+@router.post("/update_weights_from_disk", openapi_extra=json_body(UpdateWeightsRequest))
+async def update_weights_from_disk(request: Request) -> Response:
+    """Have all workers of a model read other weights for it, then use them; if one cannot, none does."""
+    asked, control = parse(UpdateWeightsRequest, await _body(request)), services_of(request).control
+    version = asked.weight_version or Path(asked.model_path).name
+    how = {"mode": asked.mode, "version": version}
+    card = await control.card(asked.model)
+    return json_response(await control.change(card, "read_weights", {"folder": asked.model_path}, how))
 
 
 @router.post("/abort_request", openapi_extra=json_body(AbortRequest))

@@ -152,6 +152,9 @@ class FakeBackend:
     async def all(self) -> dict[str, ModelCard]:
         return self.cards
 
+    def expire(self) -> None:
+        pass
+
     async def get(self, name: str) -> ModelCard:
         if name not in self.cards:
             raise ModelNotFound(f"The model '{name}' does not exist.", param="model")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,7 @@ from .runner import ModelRunner
 from .sampler import Sample, sample
 from .scheduler import Scheduler, Slice
 from .sequence import Sequence, stop_ids
+from .weights import blueprint, read_beside
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +51,10 @@ class TransformersEngine:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         card, tokenizer = load_card(settings)
-        device = resolve_device(settings)
-        loaded = load_model(resolve_model(settings)[1], dtype=resolve_dtype(settings, device), device=device)
+        device, folder = resolve_device(settings), resolve_model(settings)[1]
+        self._load = partial(load_model, dtype=resolve_dtype(settings, device), device=device)
+        self._blueprint = blueprint(folder)
+        loaded = self._load(folder)
         dtype = str(loaded.dtype).removeprefix("torch.")
         self.card = dataclasses.replace(card, vocab_size=loaded.vocab_size, dtype=dtype)
         self._scheduler, self._runner = _build(settings, self.card, loaded)
@@ -89,6 +95,15 @@ class TransformersEngine:
 
     def running(self) -> list[str]:
         return self._scheduler.rids() + self._preparing.rids() + [output.rid for output in self._ended]
+
+    def read_weights(self, folder: str) -> Callable[[str], None]:
+        loaded = read_beside(Path(folder), self._blueprint, self._load)
+
+        def use(version: str) -> None:
+            self._runner = self._runner.with_model(loaded.model, loaded.attention)
+            self.card = dataclasses.replace(self.card, weight_version=version)
+
+        return use
 
     def retract(self) -> None:
         self._scheduler.retract()

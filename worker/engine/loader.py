@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
@@ -122,9 +123,13 @@ def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
     from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # its types know no loading info
     try:
         with _quiet():
-            model, info = from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, ImportError) as e:
+            model, info = from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as e:
         raise ModelRefused(f"--model {folder}: the weights cannot be read: {e}") from e
+    for name, got, wanted in sorted(info["mismatched_keys"]):
+        raise ModelRefused(f"--model {folder}: {name} is {list(got)}, by config.json it should be {list(wanted)}")
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelRefused(f"--model {folder}: {len(info['missing_keys'])} weights are missing, such as {some}")

@@ -55,6 +55,11 @@ class ModelRunner:
         logits = out.logits[0] if keep else out.logits[0, batch.sampled_rows]
         return [piece for piece in batch.slices if piece.num_sampled], logits.float()
 
+    def with_model(self, model: nn.Module, attention: PagedAttention) -> ModelRunner:
+        """A runner of another model over the same pool; this one is done."""
+        self._attention.cache = None
+        return ModelRunner(model, attention, self._cache, alone=self._alone)
+
     def check_device(self) -> None:
         """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""
         try:
