@@ -9,11 +9,11 @@ PYTEST ?= -n 2 --dist loadfile  # one file's tests share a Valkey
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo serve test long lint format types bench clean
+.PHONY: help setup demo serve test long architectures lint format types bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the words
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv and install headrace in it, editable, with all its extras
 
@@ -41,6 +41,10 @@ long: export OMP_NUM_THREADS = 1
 long: export HEADRACE_LEDGER ?= docs/long-runs.md
 long: $(READY) ## the long suites, with a new seed each time; SEED=N repeats one; writes a line into docs/long-runs.md
 	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_SEED=$(SEED) HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest -m long --timeout 3600 $(LONG)
+
+architectures: export OMP_NUM_THREADS = 1
+architectures: $(READY) ## try every decoder architecture of transformers and write docs/architectures.md anew
+	cd tests && ../$(BIN)/python -P -c 'import sys; sys.path.insert(0, "."); from kit.sweep import main; main([])'
 
 lint: $(READY) ## style
 	$(BIN)/ruff check .

@@ -76,12 +76,20 @@ def test_context_length_may_be_lowered_but_not_raised(folder: Path) -> None:
         card_of(folder, context_length=257)
 
 
-def test_rotary_scaling_that_looks_at_the_batch_is_kept_to_its_original_context(folder: Path) -> None:
+def test_rotary_scaling_by_length_serves_the_original_context_unless_asked_for_more(folder: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
     change(folder, "config.json", rope_parameters=rope)
     assert card_of(folder).context_length == 128
-    with pytest.raises(ConfigError, match=r"dynamic rotary scaling.* 128 tokens, got 200"):
-        card_of(folder, context_length=200)
+    assert card_of(folder, context_length=512).context_length == 512
+    with pytest.raises(ConfigError, match=r"dynamic rotary scaling.* 512 tokens, got 513"):
+        card_of(folder, context_length=513)
+
+
+def test_chunked_attention_serves_one_chunk(folder: Path) -> None:
+    change(folder, "config.json", attention_chunk_size=64)
+    assert card_of(folder).context_length == 64
+    with pytest.raises(ConfigError, match=r"serves one chunk: 64 tokens, got 65"):
+        card_of(folder, context_length=65)
 
 
 def test_card_reads_without_torch(folder: Path) -> None:
@@ -145,7 +153,7 @@ def test_architectures_that_cannot_run_over_the_pool_are_refused(tmp_path: Path,
     else:
         config.save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=f"--model {tmp_path}: .*Serve a decoder-only model"):
-        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), context_length=64)
 
 
 def test_an_unknown_architecture_is_refused(folder: Path) -> None:

@@ -103,26 +103,33 @@ def _read_tokenizer(folder: Path) -> bytes:
 
 
 def _context_length(settings: WorkerSettings, text: dict[str, Any]) -> int:
-    limit, why = _model_context(text)
+    default, limit, why = _model_context(text)
     asked = settings.context_length
     if limit and asked > limit:
         raise ConfigError(f"--context-length (HEADRACE_CONTEXT_LENGTH): {why} {limit} tokens, got {asked}")
-    if not (asked or limit):
+    if not (asked or default):
         raise ConfigError("--context-length (HEADRACE_CONTEXT_LENGTH): config.json names none, so it must be given")
-    return asked or limit
+    return asked or default
 
 
-def _model_context(text: dict[str, Any]) -> tuple[int, str]:
-    """The model's context in tokens (0: not said), and a phrase that says where it comes from."""
+def _model_context(text: dict[str, Any]) -> tuple[int, int, str]:
+    """The context in tokens unless told, the longest there is (0: not said), and a phrase that says why."""
     limit = next((int(text[key]) for key in _CONTEXT_KEYS if text.get(key)), 0)
+    chunk = text.get("attention_chunk_size")
+    if chunk and (not limit or int(chunk) < limit):
+        return int(chunk), int(chunk), "the model attends in chunks, and this release serves one chunk:"
     for rope in _rope_parameters(text):
         kind = rope.get("rope_type", rope.get("type"))
         if kind in ("longrope", "dynamic"):
-            # transformers picks these frequencies by the longest request of a batch, so a short one's output would
-            # change when a long one joins. Within the original context they are one fixed set.
-            original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-            return int(original or limit), f"with {kind} rotary scaling, this release serves the original context of"
-    return limit, "the model's context is"
+            # One set of frequencies serves all requests (worker/engine/rope.py): the original context's unless asked.
+            original = int(rope.get("original_max_position_embeddings") or _original(text) or limit)
+            longest = limit if kind == "longrope" else int(original * float(rope.get("factor") or 1))
+            return original, max(longest, original), f"with {kind} rotary scaling, the model's context is"
+    return limit, limit, "the model's context is"
+
+
+def _original(text: dict[str, Any]) -> int:
+    return int(text.get("original_max_position_embeddings") or 0)
 
 
 def _rope_parameters(text: dict[str, Any]) -> list[dict[str, Any]]:

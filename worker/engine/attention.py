@@ -16,7 +16,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .batch import AttentionBatch, Chunk
-from .kv_cache import KVCache, LayerShape
+from .kv_cache import KVCache
 
 IMPLEMENTATION = "headrace_paged"
 _ATTRIBUTE = "headrace_attention"
@@ -41,8 +41,6 @@ class PagedAttention:
     def __init__(self) -> None:
         self.cache: KVCache | None = None
         self.batch: AttentionBatch | None = None
-        self.seen: dict[int, LayerShape] = {}  # filled by the dry run, before there is a pool
-        self.bidirectional: list[str] = []
 
     def attach(self, model: nn.Module) -> None:
         """Let all attention modules of a model find this object."""
@@ -148,7 +146,6 @@ def _attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The signature transformers calls: query [1, H, T, D], key and value [1, Hk, T, D] → [1, T, H, Dv]."""
@@ -156,11 +153,6 @@ def _attention_function(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0], key[0], value[0]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    if paged.cache is None:
-        paged.seen[layer] = LayerShape(k.shape[0], k.shape[-1], v.shape[-1])
-        if is_causal is False or getattr(module, "is_causal", True) is False:
-            paged.bidirectional.append(type(module).__name__)
-        return attend_causal(q, k, v, scale)[None], None
     return paged.run(layer, q, k, v, ScoreOptions(scale, softcap, s_aux), sliding_window)[None], None
 
 

@@ -52,7 +52,12 @@ class TransformersEngine:
             torch.set_num_threads(settings.threads)
         card, tokenizer = load_card(settings)
         device, folder = resolve_device(settings), resolve_model(settings)[1]
-        self._load = partial(load_model, dtype=resolve_dtype(settings, device), device=device)
+        self._load = partial(
+            load_model,
+            dtype=resolve_dtype(settings, device),
+            device=device,
+            context_length=card.context_length,
+        )
         self._blueprint = blueprint(folder)
         loaded = self._load(folder)
         dtype = str(loaded.dtype).removeprefix("torch.")

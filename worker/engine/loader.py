@@ -16,12 +16,15 @@ from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
+from . import rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .fuse import fuse_norms
 from .kv_cache import LayerShape
 
 log = logging.getLogger(__name__)
 
+# What a model's own code raises on inputs that it is not made for.
+_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 _HINT = "Serve a decoder-only model whose layers all use transformers' attention interface (llama, qwen, gemma, …)"
 
 
@@ -59,7 +62,7 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
     return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int) -> LoadedModel:
     """Load weights and try the model.
 
     Raises:
@@ -67,44 +70,41 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Loa
     """
     config = _read_config(folder)
     model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
-    return adopt(model, name=str(folder), num_layers=int(config.get_text_config().num_hidden_layers))
+    num_layers = int(config.get_text_config().num_hidden_layers)
+    return adopt(model, name=str(folder), num_layers=num_layers, context_length=context_length)
 
 
-def adopt(model: Any, *, name: str, num_layers: int) -> LoadedModel:
-    """Put our attention into a transformers model and prove by a dry run that every layer calls it.
+def adopt(model: Any, *, name: str, num_layers: int, context_length: int) -> LoadedModel:
+    """Put our attention into a transformers model and prove that it computes what it did before.
 
     Raises:
         ModelRefused: naming the architecture and what is wrong with it.
     """
     kind = type(model).__name__
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
-    except ValueError as e:
-        raise ModelRefused(f"--model {name}: {kind} does not take another attention function: {e}. {_HINT}") from e
-    attention = PagedAttention()
-    attention.attach(model)
-    log.info("%s: %d norms fused", kind, fuse_norms(model))
     parameter = next(model.parameters())
-    _dry_run(model, name, parameter.device)
-    missing = sorted(set(range(num_layers)) - attention.seen.keys())
-    if missing:
-        raise ModelRefused(f"--model {name}: layers {missing} of {kind} do not attend through our function. {_HINT}")
-    if attention.bidirectional:
-        raise ModelRefused(f"--model {name}: {kind} attends to later tokens, so it cannot generate. {_HINT}")
-    layers = tuple(attention.seen[layer] for layer in range(num_layers))
     vocab_size = int(model.config.get_text_config().vocab_size)
+    attention = PagedAttention()
+    stage = "failed on a first try"
+    try:
+        rope.freeze(model, context_length)
+        model.set_attn_implementation("eager")
+        wanted = trial.reference(model, vocab_size, parameter.device)
+        stage = "does not run with another attention function"
+        model.set_attn_implementation(trial.PROBE)
+        layers = trial.layers_of(trial.look(model, parameter.device), num_layers, context_length)
+        model.set_attn_implementation(IMPLEMENTATION)
+        attention.attach(model)
+        log.info("%s: %d norms fused", kind, fuse_norms(model))
+        trial.prove(model, attention, layers, wanted)
+    except trial.Mismatch as e:
+        raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
+    except _MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {name}: {kind} {stage}: {_first_line(e)}. {_HINT}") from e
     return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device)
 
 
-@torch.inference_mode()
-def _dry_run(model: nn.Module, name: str, device: torch.device) -> None:
-    ids = torch.arange(1, 5, device=device)[None]
-    try:
-        out = model(input_ids=ids, position_ids=ids - 1, use_cache=False)
-    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as e:
-        raise ModelRefused(f"--model {name}: {type(model).__name__} failed on a first try: {e}. {_HINT}") from e
-    if not bool(out.logits.isfinite().all()):
-        raise ModelRefused(f"--model {name}: {type(model).__name__} gives logits that are not finite; try float32")
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _read_config(folder: Path) -> Any:
