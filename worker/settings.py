@@ -28,6 +28,7 @@ class WorkerSettings(StoreSettings):
         description="who finds K/V of prompts that begin alike: each tenant its own, or all (answers come sooner then, "
         "which tells one tenant what another has sent)",
     )
+    attention_backend: Literal["auto", "torch"] = Field("auto", description="auto: compiled kernels where there are")
     deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
     stream_interval: int = Field(1, ge=1, description="tokens per published chunk, after the first token")

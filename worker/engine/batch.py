@@ -63,7 +63,7 @@ class AttentionBatch:
     def store_index(self, heads: int) -> torch.Tensor:
         """[heads * T] int64: where each row's K/V goes in a layer of so many heads."""
         if heads not in self._store:
-            blocks, offsets = self._places()
+            blocks, offsets = self.places()
             rows = blocks[None, :] * heads + np.arange(heads)[:, None]
             self._store[heads] = self._tensor((rows * self._block_size + offsets[None, :]).ravel())
         return self._store[heads]
@@ -100,7 +100,7 @@ class AttentionBatch:
             self._views[key] = View(self._rows(tables, heads), self._bias(seen))
         return self._views[key]
 
-    def _places(self) -> tuple[Ints, Ints]:
+    def places(self) -> tuple[Ints, Ints]:
         """Block and offset of each row of the flat batch."""
         positions, tables = [self._kv_lens - 1], []
         if self.num_decoding:
@@ -111,6 +111,18 @@ class AttentionBatch:
             positions.append(place)
             tables.append(chunk.table[place // self._block_size])
         return np.concatenate(tables), np.concatenate(positions) % self._block_size
+
+    def kv_lens(self) -> Ints:
+        """[sequences] tokens that the last row of each may see."""
+        return np.concatenate([self._kv_lens, [chunk.kv_len for chunk in self.chunks]]).astype(np.int64)
+
+    def tables(self) -> Ints:
+        """[sequences, blocks of the longest] block tables, filled up with the null block."""
+        tables = [*self._tables, *(chunk.table for chunk in self.chunks)]
+        out = np.full((len(tables), max(len(table) for table in tables)), NULL_BLOCK, dtype=np.int64)
+        for row, table in zip(out, tables, strict=True):
+            row[: len(table)] = table
+        return out
 
     def _rows(self, tables: Ints, heads: int) -> torch.Tensor:
         return self._tensor((tables[:, None, :] * heads + np.arange(heads)[None, :, None]).ravel())

@@ -17,9 +17,9 @@ from ...shared.messages import Finish, GenerateJob, ModelCard
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..settings import WorkerSettings
+from .backends import make_backend
 from .blocks import BlockAllocator
 from .grammar import Grammar, Grammars
-from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .memory import num_blocks
 from .prefix import cache_seed
@@ -256,7 +256,14 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
     )
     size = settings.block_size
     log.info("%s: %d K/V blocks of %d tokens on %s", card.name, blocks - 1, size, loaded.device)
-    cache = KVCache(loaded.layers, num_blocks=blocks, block_size=size, dtype=loaded.dtype, device=loaded.device)
+    backend = make_backend(
+        settings.attention_backend,
+        loaded.layers,
+        num_blocks=blocks,
+        block_size=settings.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
     scheduler = Scheduler(
         BlockAllocator(blocks, size),
         max_running=max_running,
@@ -264,4 +271,4 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         fixed_chunks=settings.deterministic,
         prefix_cache=settings.prefix_cache != "off",
     )
-    return scheduler, ModelRunner(loaded.model, loaded.attention, cache, alone=settings.deterministic)
+    return scheduler, ModelRunner(loaded.model, loaded.attention, backend, alone=settings.deterministic)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,18 @@ class LayerShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class Pool(Protocol):
+    """What a step needs of a pool, whatever its layout."""
+
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks with zeros in every layer."""
+        ...
 
 
 class KVCache:
@@ -52,8 +65,8 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         rows = [(num_blocks * shape.heads, shape) for shape in layers]
-        self._keys = [_zeros(n, block_size * shape.key_dim, dtype, device) for n, shape in rows]
-        self._values = [_zeros(n, block_size * shape.value_dim, dtype, device) for n, shape in rows]
+        self._keys = [zeros(n, block_size * shape.key_dim, dtype, device) for n, shape in rows]
+        self._values = [zeros(n, block_size * shape.value_dim, dtype, device) for n, shape in rows]
         # What a gather writes to; shared by the layers, since each is read before the next one writes. Fresh memory
         # for every layer of every step would fault its pages in again each time.
         self._key_buffer = torch.empty(0, dtype=dtype, device=device)
@@ -93,7 +106,7 @@ class KVCache:
                 pool.view(self.num_blocks, -1)[index] = 0
 
 
-def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)
     # calloc: the kernel gives pages when they are first written, so that a big pool costs nothing until it is used.

@@ -9,26 +9,32 @@ import torch
 from torch import nn
 
 from ...shared.errors import EngineError
-from .attention import PagedAttention
+from .attention import AttentionBackend, PagedAttention
 from .batch import FlatBatch
-from .kv_cache import KVCache
 from .scheduler import Slice
 
 
 class ModelRunner:
-    """The model, its attention and its pool.
+    """The model, its attention and the pool that its backend uses.
 
     Args:
         alone: compute each slice by itself. The kernels that multiply matrices round differently for different batch
             sizes, so this is what makes a sequence's bytes independent of its neighbours (the deterministic mode).
     """
 
-    def __init__(self, model: nn.Module, attention: PagedAttention, cache: KVCache, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: PagedAttention,
+        backend: AttentionBackend,
+        *,
+        alone: bool = False,
+    ) -> None:
         self._model = model
         self._attention = attention
-        self._cache = cache
+        self._cache = backend.pool
         self._alone = alone
-        attention.cache = cache
+        attention.backend = backend
         # Where the model takes it, its head runs on the sampled rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -57,8 +63,10 @@ class ModelRunner:
 
     def with_model(self, model: nn.Module, attention: PagedAttention) -> ModelRunner:
         """A runner of another model over the same pool; this one is done."""
-        self._attention.cache = None
-        return ModelRunner(model, attention, self._cache, alone=self._alone)
+        backend = self._attention.backend
+        assert backend is not None
+        self._attention.backend = None
+        return ModelRunner(model, attention, backend, alone=self._alone)
 
     def check_device(self) -> None:
         """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""
@@ -74,5 +82,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the weights and the pool."""
-        self._attention.cache = None
+        self._attention.backend = None
         del self._model, self._cache

@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...shared.messages import GenerateJob, SamplingParams
 from .attention import PagedAttention, attend_causal
-from .kv_cache import KVCache, LayerShape
+from .backends import make_backend
+from .kv_cache import LayerShape
 from .runner import ModelRunner
 from .scheduler import Slice
 from .sequence import Sequence as Generation
@@ -119,18 +120,23 @@ def prove(model: nn.Module, attention: PagedAttention, layers: Sequence[LayerSha
     """
     parameter = next(model.parameters())
     blocks = [-(-length // _BLOCK_SIZE) for length in _LENGTHS]
-    cache = KVCache(
-        layers, num_blocks=1 + sum(blocks), block_size=_BLOCK_SIZE, dtype=parameter.dtype, device=parameter.device
+    backend = make_backend(
+        "auto",
+        layers,
+        num_blocks=1 + sum(blocks),
+        block_size=_BLOCK_SIZE,
+        dtype=parameter.dtype,
+        device=parameter.device,
     )
     tables = [list(range(1, 1 + blocks[0])), list(range(1 + blocks[0], 1 + sum(blocks)))]
-    runner = ModelRunner(model, attention, cache)
+    runner = ModelRunner(model, attention, backend)
     worst = 0.0
     for step in _STEPS:
         sampled, logits = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
         for piece, row in zip(sampled, logits, strict=True):
             expected = wanted.logits[piece.sequence.arrival][piece.end - 1]
             worst = max(worst, float((row - expected).norm() / expected.norm()))
-    attention.cache = None
+    attention.backend = None
     tolerance = _TOLERANCE[parameter.dtype]
     if not worst <= tolerance:
         raise Mismatch(

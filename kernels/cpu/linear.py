@@ -1,0 +1,182 @@
+"""Linears with weights packed once: two-byte weights are read as they are stored and multiplied in float32.
+
+A decoding step reads every weight once and does little else, so its time is bytes over bandwidth; weights that a
+checkpoint stores in bfloat16 or float16 lose nothing by staying so, and take half of what float32 would.
+
+    weight [N, K] ──pack──► [ceil(N / 16), K, 16]       panel p holds outputs 16 p … 16 p + 15, input by input
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .exponential import gelu_tanh, silu
+from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply
+from .team import cpu_jit, floats_at, kernel, take
+
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
+SILU, GELU_TANH = 0, 1
+_PIECE = 4  # panels that a thread takes at a time
+_CACHED = 49152  # float32 of x that stay in a core's second-level cache while the panels go by
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Weights [N, K] of a kind in `KINDS` as panels [ceil(N / 16), K, 16] of the same dtype, filled up with zeros."""
+    outputs, inputs = weight.shape
+    padded = weight.new_zeros(-(-outputs // PANEL) * PANEL, inputs)
+    padded[:outputs] = weight
+    return padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def unpack(panels: torch.Tensor, out_features: int) -> torch.Tensor:
+    """What `pack` was given."""
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1])[:out_features].contiguous()
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 weights [N, K], symmetric for each output, and their scales [N] float32."""
+    weight = weight.float()
+    scales = weight.abs().amax(1).clamp_(min=1e-12) / 127
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
+def linear(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    out_features: int,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T (* scales) (+ bias).
+
+    Args:
+        x: [M, K] float32, contiguous.
+        panels: from `pack`.
+        bias, scales: float32, as long as the panels are wide (N rounded up to 16).
+
+    Returns:
+        [M, N] float32. Each row is the same bit for bit whatever M and the number of threads are.
+    """
+    rows, inputs = x.shape
+    width = panels.shape[0] * PANEL
+    out = x.new_empty(rows, width)
+    _linear(x, panels, out, rows, inputs, width, bias, scales, KINDS[panels.dtype])
+    return out if width == out_features else out[:, :out_features].contiguous()
+
+
+def gated(
+    x: torch.Tensor, panels: torch.Tensor, out_features: int, activation: int, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """activation(x @ gate.T) * (x @ up.T).
+
+    Args:
+        x: [M, K] float32, contiguous.
+        panels: [ceil(N / 16), 2, K, 16], a panel of gate before each of up.
+        activation: SILU or GELU_TANH.
+        scales: [ceil(N / 16), 2, 16] float32.
+
+    Returns:
+        [M, N] float32.
+    """
+    rows, inputs = x.shape
+    width = panels.shape[0] * PANEL
+    out = x.new_empty(rows, width)
+    _gated(x, panels, out, rows, inputs, width, scales, KINDS[panels.dtype], activation)
+    return out if width == out_features else out[:, :out_features].contiguous()
+
+
+@cpu_jit
+def _product(kind, x, w, inputs, out, width, rows):
+    """A panel of any kind: the choice is made once a panel, so that the loops inside know their types."""
+    if kind == BFLOAT16:
+        multiply(BFLOAT16, 0, x, inputs, w, inputs, out, width, rows)
+    elif kind == FLOAT16:
+        multiply(FLOAT16, 0, x, inputs, w, inputs, out, width, rows)
+    elif kind == INT8:
+        multiply(INT8, 0, x, inputs, w, inputs, out, width, rows)
+    else:
+        multiply(FLOAT32, 0, x, inputs, w, inputs, out, width, rows)
+
+
+@cpu_jit
+def _scale_and_shift(out, width, rows, scales, bias):
+    for row in range(rows):
+        cells = floats_at(out + 4 * row * width)
+        if scales:
+            factors = floats_at(scales)
+            for column in range(PANEL):
+                cells[column] *= factors[column]
+        if bias:
+            terms = floats_at(bias)
+            for column in range(PANEL):
+                cells[column] += terms[column]
+
+
+@cpu_jit
+def _bytes(kind):
+    return 4 if kind == FLOAT32 else 1 if kind == INT8 else 2
+
+
+@cpu_jit
+def _block(inputs):
+    """Rows of x that are multiplied with all of a piece's panels before the next ones."""
+    return max(24, _CACHED // inputs // 6 * 6)
+
+
+@kernel
+def _linear(words):
+    x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
+    bias, scales, kind = words[7], words[8], words[9]
+    panels, size, block = width // PANEL, PANEL * inputs * _bytes(kind), _block(inputs)
+    pieces = (panels + _PIECE - 1) // _PIECE
+    while True:
+        piece = take(words)
+        if piece >= pieces:
+            break
+        for row in range(0, rows, block):
+            count = min(block, rows - row)
+            for panel in range(piece * _PIECE, min(piece * _PIECE + _PIECE, panels)):
+                cells = out + 4 * (row * width + panel * PANEL)
+                _product(kind, x + 4 * row * inputs, w + panel * size, inputs, cells, width, count)
+                if scales or bias:
+                    step = 4 * panel * PANEL
+                    _scale_and_shift(cells, width, count, scales + step if scales else 0, bias + step if bias else 0)
+
+
+@cpu_jit
+def _activate(out, width, rows, gates, activation):
+    """out *= activation(gates), a panel of each."""
+    for row in range(rows):
+        up, gate = floats_at(out + 4 * row * width), floats_at(gates + 4 * row * PANEL)
+        if activation == SILU:
+            for column in range(PANEL):
+                up[column] *= silu(gate[column])
+        else:
+            for column in range(PANEL):
+                up[column] *= gelu_tanh(gate[column])
+
+
+@kernel
+def _gated(words):
+    x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
+    scales, kind, activation = words[7], words[8], words[9]
+    panels, size, block = width // PANEL, PANEL * inputs * _bytes(kind), _block(inputs)
+    scratch = np.empty(min(block, rows) * PANEL, dtype=np.float32)
+    gates = scratch.ctypes.data
+    pieces = (panels + 1) // 2
+    while True:
+        piece = take(words)
+        if piece >= pieces:
+            break
+        for row in range(0, rows, block):
+            count = min(block, rows - row)
+            for panel in range(piece * 2, min(piece * 2 + 2, panels)):
+                cells, gate = out + 4 * (row * width + panel * PANEL), w + 2 * panel * size
+                _product(kind, x + 4 * row * inputs, gate, inputs, gates, PANEL, count)
+                _product(kind, x + 4 * row * inputs, gate + size, inputs, cells, width, count)
+                if scales:
+                    _scale_and_shift(gates, PANEL, count, scales + 4 * 2 * panel * PANEL, 0)
+                    _scale_and_shift(cells, width, count, scales + 4 * (2 * panel + 1) * PANEL, 0)
+                _activate(cells, width, count, gates, activation)
+    scratch[0] = np.float32(0.0)  # a use after the last: numba frees an array once its name is no longer read

@@ -1,0 +1,119 @@
+"""The inner loop of every product, in LLVM's own vectors.
+
+    out[r, 0:16] (+)= Σ_k x[r, k] * w[k, 0:16]        r < rows, k in order, one fused multiply-add each
+
+A matrix is cut into panels of 16 columns, [count, 16] each, so that a turn of the loop reads 16 numbers side by side
+and keeps up to 6 * 16 sums in registers. Each sum runs over k in order in one chain, however many rows there are: a
+row's result does not depend on the rows beside it, and that is what makes linears and attention batch-invariant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import literally, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .team import cpu_jit
+
+PANEL = 16  # columns side by side: two registers of AVX2, one of AVX-512
+MAX_ROWS = 6  # 12 sums, 2 weights and a broadcast x fill AVX2's 16 registers
+FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3  # kinds of weights
+
+_FLOATS = ir.VectorType(ir.FloatType(), PANEL)
+_INTS = ir.VectorType(ir.IntType(32), PANEL)
+_LONG = ir.IntType(64)
+_STORED = {FLOAT32: ir.FloatType(), BFLOAT16: ir.IntType(16), FLOAT16: ir.HalfType(), INT8: ir.IntType(8)}
+_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT8: 1}
+
+
+def _load(builder: Any, address: Any, kind: int) -> Any:
+    """16 weights as float32. bfloat16 is the upper half of a float32."""
+    vector = ir.VectorType(_STORED[kind], PANEL)
+    raw = builder.load(builder.bitcast(address, vector.as_pointer()), align=_BYTES[kind])
+    if kind == FLOAT32:
+        return raw
+    if kind == FLOAT16:
+        return builder.fpext(raw, _FLOATS)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(raw, _INTS), _FLOATS)
+    return builder.bitcast(builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * PANEL)), _FLOATS)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    single = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(single, undefined, ir.Constant(_INTS, [0] * PANEL))
+
+
+def _row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]:
+    pointer = builder.inttoptr(base, ir.FloatType().as_pointer())
+    return [builder.gep(pointer, [builder.mul(stride, _LONG(row))]) for row in range(rows)]
+
+
+@intrinsic(prefer_literal=True)
+def _panel(
+    typing: Any, rows: Any, kind: Any, add: Any, x: Any, stride: Any, w: Any, count: Any, out: Any, out_stride: Any
+) -> Any:
+    """One panel for so many rows. `x`, `w`, `out` are addresses; strides are in float32 elements; count >= 1."""
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, kind, add)):
+        return None
+    n, kind_value, adds = rows.literal_value, kind.literal_value, add.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, stride, w, count, out, out_stride = arguments[3:]
+        signature_of_fma = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, signature_of_fma, f"llvm.fma.v{PANEL}f32")
+        x_rows = _row_addresses(builder, x, stride, n)
+        out_rows = [builder.bitcast(row, _FLOATS.as_pointer()) for row in _row_addresses(builder, out, out_stride, n)]
+        zero = ir.Constant(_FLOATS, [0.0] * PANEL)
+        starts = [builder.load(row, align=4) if adds else zero for row in out_rows]
+        weights = builder.inttoptr(w, ir.IntType(8).as_pointer())
+        before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        k, sums = builder.phi(_LONG), [builder.phi(_FLOATS) for _ in range(n)]
+        offset = builder.mul(k, _LONG(PANEL * _BYTES[kind_value]))
+        columns = _load(builder, builder.gep(weights, [offset]), kind_value)
+        results = []
+        for row, total in enumerate(sums):
+            value = _splat(builder, builder.load(builder.gep(x_rows[row], [k])))
+            results.append(builder.call(fma, [value, columns, total]))
+            total.add_incoming(starts[row], before)
+            total.add_incoming(results[-1], loop)
+        following = builder.add(k, _LONG(1))
+        k.add_incoming(_LONG(0), before)
+        k.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+
+        builder.position_at_end(after)
+        for row, result in zip(out_rows, results, strict=True):
+            builder.store(result, row, align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, kind, add, *[types.int64] * 6), generate
+
+
+@cpu_jit
+def multiply(kind, add, x, stride, w, count, out, out_stride, rows):
+    """One panel for any number of rows; `kind` and `add` (0, or 1: onto what `out` holds) are literals."""
+    literally(kind)
+    literally(add)
+    while rows >= 6:
+        _panel(6, kind, add, x, stride, w, count, out, out_stride)
+        x += 24 * stride  # 6 rows of 4 bytes
+        out += 24 * out_stride
+        rows -= 6
+    if rows == 1:
+        _panel(1, kind, add, x, stride, w, count, out, out_stride)
+    elif rows == 2:
+        _panel(2, kind, add, x, stride, w, count, out, out_stride)
+    elif rows == 3:
+        _panel(3, kind, add, x, stride, w, count, out, out_stride)
+    elif rows == 4:
+        _panel(4, kind, add, x, stride, w, count, out, out_stride)
+    elif rows == 5:
+        _panel(5, kind, add, x, stride, w, count, out, out_stride)

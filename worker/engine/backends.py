@@ -1,0 +1,30 @@
+"""Which attention serves a device, and the pool that it brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.cpu.attention import BLOCK_SIZE
+from .attention import AttentionBackend
+from .attention_cpu import CpuAttention
+from .attention_torch import TorchAttention
+from .kv_cache import KVCache, LayerShape
+from .panel_cache import PanelCache
+
+
+def make_backend(
+    name: str,
+    layers: Sequence[LayerShape],
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBackend:
+    """The backend `name`, where "auto" is the fastest that serves this device, dtype and block size."""
+    if name == "auto" and device.type == "cpu" and dtype == torch.float32 and block_size == BLOCK_SIZE:
+        return CpuAttention(PanelCache(layers, num_blocks=num_blocks))
+    cache = KVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+    return TorchAttention(cache)
