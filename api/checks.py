@@ -20,6 +20,7 @@ class Limits:
     max_stop: int = 16
     max_stop_chars: int = 1000
     max_logprobs: int = 20
+    max_named_logprobs: int = 1000
 
 
 def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
@@ -48,8 +49,6 @@ def check_completion(request: CompletionRequest, prompts: int, limits: Limits) -
     _check_top(request.logprobs or 0, "logprobs", limits)
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'.", param="max_tokens")
-    if request.echo and request.logprobs is not None:
-        raise _unavailable("logprobs", "of the prompt, with 'echo'")
     if request.suffix:
         raise _unavailable("suffix", "filling in before it")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -77,6 +76,14 @@ def check_native_counts(request: GenerateRequest, choices: int, limits: Limits) 
     """Raises InvalidRequest, naming the field."""
     _check_counts(choices, "sampling_params.n", request.sampling_params.stop, "sampling_params.stop", limits)
     _check_top(request.top_logprobs_num, "top_logprobs_num", limits)
+    if not request.return_logprob and (request.logprob_start_len >= 0 or request.token_ids_logprob):
+        param = "logprob_start_len" if request.logprob_start_len >= 0 else "token_ids_logprob"
+        raise InvalidRequest(f"'{param}' needs 'return_logprob': true.", param=param)
+    if len(request.token_ids_logprob or ()) > limits.max_named_logprobs:
+        raise InvalidRequest(
+            f"At most {limits.max_named_logprobs} token ids may be named; got {len(request.token_ids_logprob or ())}.",
+            param="token_ids_logprob",
+        )
 
 
 def _check_stream(stream: bool | None, options: StreamOptions | None) -> None:

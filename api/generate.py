@@ -70,7 +70,7 @@ class Inference:
         plan = prepared.plan
         with self._observer.request(plan) as seen:
             async with self._readers.attach(plan.rids, grace_s=grace_s) as reader:
-                if prepared.jobs[0].sampling.max_new_tokens == 0:
+                if prepared.asks_nothing:
                     yield seen.chunks(reader.chunks(_nothing(prepared)))
                     return
                 await self._submit(prepared, reader_lease_s=self._reader_lease_s)
@@ -98,7 +98,7 @@ class Inference:
         """
         plan = prepared.plan
         with self._observer.request(plan) as seen:
-            if prepared.jobs[0].sampling.max_new_tokens == 0:
+            if prepared.asks_nothing:
                 return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, _nothing(prepared)))))
             await self._submit(prepared, reader_lease_s=None, keep_s=keep_s)
             async with self._backend.feed.follow(plan.rids, {}) as source:

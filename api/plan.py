@@ -31,6 +31,8 @@ class Plan:
     stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    named_logprobs: bool = False  # /generate: of ids that the request named
+    prompt_logprobs: bool = False
     token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

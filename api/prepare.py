@@ -29,6 +29,11 @@ class Prepared:
     deadline_s: float
     ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether no worker needs to see it: no token is wanted, and nothing of the prompt's."""
+        return self.jobs[0].sampling.max_new_tokens == 0 and not self.jobs[0].scores_prompt
+
 
 class Preparer:
     """Turns bodies into jobs.
@@ -80,6 +85,10 @@ class Preparer:
             )
         if not ids:
             ids = await self._empty_prompt(translated)
+        if prompt.logprob_start_len > len(ids):
+            raise InvalidRequest(
+                f"The prompt has {len(ids)} tokens; got {prompt.logprob_start_len}.", param="logprob_start_len"
+            )
         sampling = replace(
             prompt.sampling,
             max_new_tokens=_limit(translated, prompt.sampling.max_new_tokens, len(ids)),
@@ -94,6 +103,8 @@ class Preparer:
             sampling=sampling,
             return_logprob=prompt.return_logprob,
             top_logprobs_num=prompt.top_logprobs_num,
+            logprob_start_len=prompt.logprob_start_len,
+            token_ids_logprob=prompt.token_ids_logprob,
             return_token_ids=prompt.return_token_ids,
             stream=prompt.stream,
             lane=prompt.lane,
@@ -163,6 +174,8 @@ def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> 
         stream=first.stream,
         logprobs=first.return_logprob,
         top_logprobs=first.top_logprobs_num,
+        named_logprobs=bool(first.token_ids_logprob),
+        prompt_logprobs=first.return_logprob and first.logprob_start_len >= 0,
         token_ids=first.return_token_ids,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,

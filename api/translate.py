@@ -126,6 +126,7 @@ class Translator:
             "stream": bool(request.stream),
             "return_logprob": request.logprobs is not None,
             "top_logprobs_num": request.logprobs or 0,
+            "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
             "return_token_ids": request.return_token_ids,
             "add_special_tokens": request.add_special_tokens,
             **_of(caller),
@@ -146,6 +147,8 @@ class Translator:
             "stream": request.stream,
             "return_logprob": request.return_logprob,
             "top_logprobs_num": request.top_logprobs_num,
+            "logprob_start_len": request.logprob_start_len,
+            "token_ids_logprob": _known_ids(card, request.token_ids_logprob or (), "token_ids_logprob"),
             "return_token_ids": True,
             **_of(caller),
         }
@@ -214,7 +217,11 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> li
 def _prompt(card: ModelCard, prompt: str | list[int], param: str, shared: Mapping[str, Any]) -> GenerateReqInput:
     if isinstance(prompt, str):
         return GenerateReqInput(model=card.name, text=prompt, **shared)
-    for token_id in prompt:
+    return GenerateReqInput(model=card.name, input_ids=_known_ids(card, prompt, param), **shared)
+
+
+def _known_ids(card: ModelCard, ids: Sequence[int], param: str) -> tuple[int, ...]:
+    for token_id in ids:
         if token_id >= card.vocab_size:
             raise InvalidRequest(f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=param)
-    return GenerateReqInput(model=card.name, input_ids=tuple(prompt), **shared)
+    return tuple(ids)

@@ -45,6 +45,7 @@ class DecodeState:
         "_ids",
         "_logprobs",
         "_params",
+        "_prompt",
         "_snapshot",
         "_stops",
         "_vocab",
@@ -67,6 +68,7 @@ class DecodeState:
         self._stops = StopMatcher(params.stop, keep=params.no_stop_trim) if params.stop else None
         self._ids: list[int] = []
         self._logprobs: list[TextLogprob] = []
+        self._prompt: tuple[TextLogprob, ...] | None = None  # waits for the first chunk
         self._snapshot = self._take_snapshot()
 
     def push(self, chunk: TokenChunk) -> TextChunk | None:
@@ -86,6 +88,8 @@ class DecodeState:
             return None
         if chunk.cached_tokens is not None:
             self._cached_tokens = chunk.cached_tokens
+        if chunk.prompt is not None and self.consumed == 0:
+            self._prompt = tuple(map(self._text_logprob, chunk.prompt.token_ids, chunk.prompt.logprobs))
         text, used, matched = self._read(ids, ended)
         self.consumed += used
         if self._params.return_token_ids:
@@ -147,12 +151,13 @@ class DecodeState:
         return "".join(parts), len(ids), stops.matched
 
     def _text_logprob(self, token_id: int, logprob: TokenLogprob) -> TextLogprob:
-        top = tuple([self._piece_logprob(i, value) for i, value in logprob.top])
-        return self._piece_logprob(token_id, logprob.logprob, top)
-
-    def _piece_logprob(self, token_id: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        top, asked = (tuple([self._piece(i, value) for i, value in pairs]) for pairs in (logprob.top, logprob.asked))
         text, data = self._vocab.piece(token_id)
-        return TextLogprob(token_id, text, data, logprob, top)
+        return TextLogprob(token_id, text, data, logprob.logprob, top, asked)
+
+    def _piece(self, token_id: int, logprob: float) -> TextLogprob:
+        text, data = self._vocab.piece(token_id)
+        return TextLogprob(token_id, text, data, logprob)
 
     def _release(self, text: str) -> TextChunk:
         start = self.offset
@@ -165,10 +170,12 @@ class DecodeState:
             Usage(self._params.prompt_tokens, self.consumed, self._cached_tokens),
             token_ids=tuple(self._ids) if self._params.return_token_ids else None,
             logprobs=tuple(self._logprobs) if self._params.return_logprob else None,
+            prompt_logprobs=self._prompt,
             finish=self.finish,
         )
         self._ids.clear()
         self._logprobs.clear()
+        self._prompt = None
         self._snapshot = self._take_snapshot()
         return chunk
 

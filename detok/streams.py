@@ -148,4 +148,5 @@ def merge(chunks: Sequence[TokenChunk]) -> TokenChunk:
         tuple(logprobs) or None,
         last.finish,
         next((chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None), None),
+        first.prompt,
     )

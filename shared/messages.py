@@ -78,6 +78,8 @@ class GenerateReqInput:
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    logprob_start_len: int = -1  # also of the prompt's tokens from there on; -1: of none
+    token_ids_logprob: tuple[int, ...] = ()  # also of these, at each place
     return_token_ids: bool = False
     add_special_tokens: bool = True  # False when a chat template has written them already
     lane: Lane = "std"
@@ -131,11 +133,18 @@ class GenerateJob:
     sampling: SamplingParams
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    token_ids_logprob: tuple[int, ...] = ()
     return_token_ids: bool = False
     stream: bool = False
     lane: Lane = "std"
     tenant: str = "default"
     request_id: str = ""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted."""
+        return self.return_logprob and self.logprob_start_len >= 0
 
     def decode_params(self) -> DecodeParams:
         s = self.sampling
@@ -176,10 +185,20 @@ class GenerateJob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A chosen token's log-probability (natural log) and the most likely ones beside it, best first."""
+    """A token's log-probability (natural log), those of the most likely ones at its place, best first, and those that
+    the request named. The first token of a prompt has none: nothing comes before it."""
 
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    asked: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The last tokens of a prompt, from `logprob_start_len` on, and their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +229,25 @@ class TokenChunk:
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token where the request asked
     finish: Finish | None = None
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; on the first chunk only
+    prompt: PromptLogprobs | None = None  # on the first chunk only
 
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A token's log-probability as text: `token` as it decodes alone, `bytes` its own bytes, `top` without tops."""
+    """A token's log-probability as text: `token` as it decodes alone, `bytes` its own bytes; `top` and `asked` have
+    neither of their own."""
 
     token_id: int
     token: str
     bytes: tuple[int, ...]
-    logprob: float
+    logprob: float | None
     top: tuple[TextLogprob, ...] = ()
+    asked: tuple[TextLogprob, ...] = ()
 
     NESTED: ClassVar[dict[str, type]] = {}
 
 
-TextLogprob.NESTED["top"] = TextLogprob  # a class cannot name itself in its own body
+TextLogprob.NESTED |= {"top": TextLogprob, "asked": TextLogprob}  # a class cannot name itself in its own body
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +267,12 @@ class TextChunk:
     that (end, seq) is a total order, and the entry id of the stream.
     """
 
-    NESTED: ClassVar = {"usage": Usage, "finish": Finish, "logprobs": TextLogprob}
+    NESTED: ClassVar = {
+        "usage": Usage,
+        "finish": Finish,
+        "logprobs": TextLogprob,
+        "prompt_logprobs": TextLogprob,
+    }
 
     rid: str
     offset: int  # bytes
@@ -254,6 +281,7 @@ class TextChunk:
     seq: int = 0
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[TextLogprob, ...] | None = None
+    prompt_logprobs: tuple[TextLogprob, ...] | None = None  # on the first chunk only
     finish: Finish | None = None
 
     @property
@@ -263,7 +291,8 @@ class TextChunk:
 
     def encode_meta(self) -> bytes:
         """All but the text and its place, as one line of JSON."""
-        meta = {"usage": self.usage, "token_ids": self.token_ids, "logprobs": self.logprobs, "finish": self.finish}
+        names = ("usage", "token_ids", "logprobs", "prompt_logprobs", "finish")
+        meta = {name: getattr(self, name) for name in names}
         return orjson.dumps({k: v for k, v in meta.items() if v is not None})
 
     @classmethod

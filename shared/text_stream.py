@@ -38,7 +38,7 @@ class Publish:
     @property
     def visible(self) -> bool:
         c = self.chunk
-        return bool(c.text or c.token_ids or c.logprobs or c.finish)
+        return bool(c.text or c.token_ids or c.logprobs or c.prompt_logprobs or c.finish)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from . import keys
 from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
-from .messages import Finish, TokenChunk, TokenLogprob
+from .messages import Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from .scripts import Call, Scripts
 
 
@@ -105,24 +105,47 @@ class TokenStream:
 
 def _encode(write: Append) -> tuple[str | bytes | int, ...]:
     chunk = write.chunk
-    logprobs = b"" if chunk.logprobs is None else orjson.dumps([[p.logprob, p.top] for p in chunk.logprobs])
+    logprobs = b"" if chunk.logprobs is None else _encode_logprobs(chunk.logprobs)
+    prompt = b"" if chunk.prompt is None else b" ".join(_encode_prompt(chunk.prompt))
     return (
         *(chunk.rid, write.epoch, chunk.start, len(chunk.token_ids), ",".join(map(str, chunk.token_ids)), logprobs),
-        *("" if chunk.cached_tokens is None else chunk.cached_tokens, chunk.finish.encode() if chunk.finish else b""),
+        *("" if chunk.cached_tokens is None else chunk.cached_tokens, prompt),
+        chunk.finish.encode() if chunk.finish else b"",
     )
+
+
+def _encode_logprobs(logprobs: Sequence[TokenLogprob]) -> bytes:
+    return orjson.dumps([[p.logprob, p.top, p.asked] if p.asked else [p.logprob, p.top] for p in logprobs])
+
+
+def _encode_prompt(prompt: PromptLogprobs) -> tuple[bytes, bytes]:
+    return ",".join(map(str, prompt.token_ids)).encode(), _encode_logprobs(prompt.logprobs)
 
 
 def _decode(rid: str, position: int, entries: Sequence[tuple[bytes, dict[bytes, Any]]]) -> list[TokenChunk]:
     chunks = []
     for _, fields in entries:
         if b"fin" in fields:
-            chunks.append(TokenChunk(rid, position, finish=Finish.decode(fields[b"fin"])))
+            finish = Finish.decode(fields[b"fin"])
+            chunks.append(TokenChunk(rid, position, finish=finish, prompt=_decode_prompt(fields)))
             continue
         ids = tuple(int(i) for i in fields[b"t"].split(b",")) if fields[b"t"] else ()
-        logprobs = None
-        if b"lp" in fields:
-            logprobs = tuple(TokenLogprob(lp, tuple((i, p) for i, p in top)) for lp, top in orjson.loads(fields[b"lp"]))
+        logprobs = _decode_logprobs(fields[b"lp"]) if b"lp" in fields else None
         cached = int(fields[b"ct"]) if b"ct" in fields else None
-        chunks.append(TokenChunk(rid, position, ids, logprobs, cached_tokens=cached))
+        chunks.append(TokenChunk(rid, position, ids, logprobs, cached_tokens=cached, prompt=_decode_prompt(fields)))
         position += len(ids)
     return chunks
+
+
+def _decode_logprobs(data: bytes) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(logprob, *(tuple((i, p) for i, p in pairs) for pairs in rest))
+        for logprob, *rest in orjson.loads(data)
+    )
+
+
+def _decode_prompt(fields: Mapping[bytes, Any]) -> PromptLogprobs | None:
+    if b"pl" not in fields:
+        return None
+    ids, _, logprobs = fields[b"pl"].partition(b" ")
+    return PromptLogprobs(tuple(int(i) for i in ids.split(b",")) if ids else (), _decode_logprobs(logprobs))

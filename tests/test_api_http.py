@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -200,6 +201,63 @@ def test_completion_logprobs_have_real_offsets(api: Api) -> None:
     for _, data in api.events("/v1/completions", body | {"stream": True}):
         offsets += data["choices"][0]["logprobs"]["text_offset"]
     assert offsets == whole.text_offset
+
+
+def scored(job: GenerateJob, choice: int) -> list[Step]:
+    """Logprobs of a prompt "The é", whose é is two tokens, after a BOS."""
+    bos = TextLogprob(0, "<s>", tuple(b"<s>"), None)
+    prompt = (bos, entry("The ", b"The ", ("a", -1.0)), entry("\ufffd", b"\xc3"), entry("\ufffd", b"\xa9"))
+    if job.sampling.max_new_tokens == 0:
+        return [Step("", 0, Finish("length"), prompt_logprobs=prompt)]
+    return [
+        Step("", prompt_logprobs=prompt, logprobs=(entry("x", b""),)),
+        Step("xz", finish=Finish("stop"), logprobs=(entry("z", b"xz"),)),
+    ]
+
+
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_echo_with_logprobs_tells_of_the_prompt_too(api: Api, tokens: int) -> None:
+    api.backend.script = scored
+    body = {"model": "m", "prompt": "The é", "logprobs": 1, "echo": True, "max_tokens": tokens}
+    choice = api.post("/v1/completions", body).json()["choices"][0]
+    more = [5, 5] if tokens else []
+    assert choice["text"] == ("The éxz" if tokens else "The é")
+    assert choice["logprobs"]["text_offset"] == [0, 0, 4, 4, *more]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5, *[-0.5] * len(more)]
+    assert choice["logprobs"]["tokens"][:2] == ["<s>", "The "]
+    assert choice["logprobs"]["top_logprobs"][:2] == [{}, {"a": -1.0}]
+    assert api.backend.jobs[-1].logprob_start_len == 0
+    lists: dict[str, list[Any]] = {}
+    for _, data in api.events("/v1/completions", body | {"stream": True}):
+        for name, values in data["choices"][0]["logprobs"].items():
+            lists.setdefault(name, []).extend(values)
+    assert lists == choice["logprobs"]
+
+
+def test_native_logprobs_of_prompt_and_named_tokens(api: Api) -> None:
+    named = (TextLogprob(9, "n", (110,), -3.0),)
+    first, second = (TextLogprob(i, "t", (116,), lp) for i, lp in ((1, None), (2, -0.5)))
+    api.backend.script = lambda job, choice: [
+        Step(
+            "a",
+            1,
+            Finish("stop"),
+            (dataclasses.replace(second, asked=named),),
+            (first, dataclasses.replace(second, asked=named)),
+        )
+    ]
+    body = {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [9]}
+    for meta in (
+        api.post("/generate", body).json()["meta_info"],
+        next(iter(api.events("/generate", body | {"stream": True})))[1]["meta_info"],
+    ):
+        assert meta["input_token_logprobs"] == [[None, 1, "t"], [-0.5, 2, "t"]]
+        assert meta["input_token_ids_logprobs"] == [None, [[-3.0, 9, "n"]]]
+        assert meta["output_token_logprobs"] == [[-0.5, 2, "t"]]
+        assert meta["output_token_ids_logprobs"] == [[[-3.0, 9, "n"]]]
+        assert "input_top_logprobs" not in meta
+    job = api.backend.jobs[-1]
+    assert (job.logprob_start_len, job.token_ids_logprob) == (0, (9,))
 
 
 def test_logprobs_zero_show_the_chosen_token_alone(api: Api) -> None:

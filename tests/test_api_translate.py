@@ -277,7 +277,6 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
         (COMPLETIONS, {"model": "m", "prompt": {"text": "a"}}, "prompt"),
         (COMPLETIONS, {"model": "m", "prompt": ["a"] * 65, "n": 2}, "n"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 0}, "max_tokens"),
-        (COMPLETIONS, {"model": "m", "prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "logprobs": True}, "logprobs"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "best_of": 2}, "best_of"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "suffix": "b"}, "suffix"),
@@ -289,6 +288,12 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
         (GENERATE, {"text": "a", "sampling_params": {"stop": ["a"] * 17}}, "sampling_params.stop"),
         (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": "5"}}, "sampling_params.max_new_tokens"),
         (GENERATE, {"text": "a", "top_logprobs_num": 99}, "top_logprobs_num"),
+        (GENERATE, {"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+        (GENERATE, {"text": "a", "logprob_start_len": 2, "return_logprob": True}, "logprob_start_len"),
+        (GENERATE, {"text": "a", "logprob_start_len": -2, "return_logprob": True}, "logprob_start_len"),
+        (GENERATE, {"text": "a", "token_ids_logprob": [5]}, "token_ids_logprob"),
+        (GENERATE, {"text": "a", "token_ids_logprob": [99999], "return_logprob": True}, "token_ids_logprob"),
+        (GENERATE, {"text": "a", "token_ids_logprob": [5] * 1001, "return_logprob": True}, "token_ids_logprob"),
     ],
 )
 def test_what_is_wrong_is_named_elsewhere(endpoint: Endpoint, body: dict[str, Any], param: str) -> None:

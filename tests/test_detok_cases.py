@@ -10,7 +10,7 @@ import pytest
 from headrace.detok.state import SILENT_TOKENS, DecodeState
 from headrace.detok.vocab import Vocabulary
 from headrace.shared.errors import ProtocolError
-from headrace.shared.messages import DecodeParams, Finish, TextChunk, TokenChunk, TokenLogprob, Usage
+from headrace.shared.messages import DecodeParams, Finish, PromptLogprobs, TextChunk, TokenChunk, TokenLogprob, Usage
 from kit.tokenizers import TestTokenizer, byte_fallback, byte_level, metaspace, word_piece
 
 BYTES = byte_level()
@@ -206,6 +206,29 @@ def test_26_logprobs_over_half_a_character() -> None:
     chunks = decode(steps(BYTES, 0xC3, 0xA9, "x"), params(return_logprob=True), logprobs=given)
     assert deltas(chunks) == ["é", "x"]
     assert [[p.logprob for p in c.logprobs or ()] for c in chunks] == [[-1.0, -2.0], [-3.0]]
+
+
+def test_logprobs_of_the_prompt_come_once_with_the_first_chunk() -> None:
+    prompt = PromptLogprobs(
+        tuple(BYTES.ids("a", "x")), (TokenLogprob(None), TokenLogprob(-1.0, ((BYTES.ids("b")[0], -2.0),)))
+    )
+    state = DecodeState("r", params(return_logprob=True), Vocabulary(BYTES.tokenizer))
+    assert state.push(TokenChunk("r", 0, (BYTES.bytes_[0xC3],), (TokenLogprob(-1.0),), prompt=prompt)) is None
+    chunk = state.push(TokenChunk("r", 1, (BYTES.bytes_[0xA9],), (TokenLogprob(-2.0),)))
+    assert chunk is not None
+    assert chunk.text == "é"
+    told = chunk.prompt_logprobs
+    assert told is not None
+    assert [(p.token, p.logprob, [t.token for t in p.top]) for p in told] == [("a", None, []), ("x", -1.0, ["b"])]
+    again = TextChunk.decode("r", chunk.offset, chunk.seq, chunk.text.encode(), chunk.encode_meta())
+    assert again == chunk
+    last = state.push(TokenChunk("r", 2, tuple(BYTES.ids("x")), (TokenLogprob(-2.0),), Finish("length")))
+    assert last is not None
+    assert last.prompt_logprobs is None
+    alone = DecodeState("r", params(return_logprob=True), Vocabulary(BYTES.tokenizer))
+    scored = alone.push(TokenChunk("r", 0, finish=Finish("length"), prompt=prompt))
+    assert scored is not None
+    assert scored.prompt_logprobs == told
 
 
 def test_27_the_bytes_of_a_character_in_four_tokens() -> None:

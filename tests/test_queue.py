@@ -17,6 +17,7 @@ from headrace.shared.messages import (
     Finish,
     Lane,
     ModelCard,
+    PromptLogprobs,
     TextChunk,
     TokenChunk,
     TokenLogprob,
@@ -460,3 +461,17 @@ def test_logprobs_travel_with_their_tokens(rig: Rig) -> None:
     sent = TokenChunk(rid, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5), (9, -1.5))), TokenLogprob(-2.0)), cached_tokens=3)
     rig.tokens().append([Append(1, sent)])
     assert rig.tokens().read({rid: 0})[rid] == [sent]
+
+
+def test_logprobs_of_a_prompt_travel_with_the_first_token_or_with_the_end(rig: Rig) -> None:
+    told = (TokenLogprob(None), TokenLogprob(-0.5, ((5, -0.5),), ((7, -2.0), (7, -2.0))))
+    prompt = PromptLogprobs((4, 5), told)
+    (one,), (two,) = rig.submit(), rig.submit()
+    rig.pull(slots=2)
+    first = TokenChunk(one, 0, (6,), cached_tokens=0, prompt=prompt)
+    none = TokenChunk(two, 0, finish=Finish("length"), prompt=prompt)
+    written = rig.tokens().append([Append(1, first), Append(1, none)])
+    assert set(written.values()) == {Written.OK}
+    assert rig.tokens().read({one: 0, two: 0}) == {one: [first], two: [none]}
+    assert rig.tokens().append([Append(1, first)]) == {one: Written.OK}  # again: nothing is written twice
+    assert rig.tokens().read({one: 0})[one] == [first]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..shared.messages import Finish, GenerateJob, ModelCard, TokenLogprob
+from ..shared.messages import Finish, GenerateJob, ModelCard, PromptLogprobs, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class StepOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: Finish | None = None
     cached_tokens: int | None = None  # with the first output of a sequence
+    prompt: PromptLogprobs | None = None  # likewise, where the job asks for them
 
 
 class Engine(Protocol):

@@ -16,7 +16,7 @@ from ..shared import keys
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client
 from ..shared.errors import ProtocolError, RequestError, StoreUnavailable
 from ..shared.job_queue import Claim, JobQueue
-from ..shared.messages import Finish, TokenChunk, TokenLogprob
+from ..shared.messages import Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import Append, TokenStream, Written
@@ -37,6 +37,7 @@ class Held:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int | None = None  # waits for the first chunk
+    prompt: PromptLogprobs | None = None  # likewise
     fresh: bool = True  # no token published since the claim: the first one goes at once
 
 
@@ -227,14 +228,17 @@ class Worker:
             held.logprobs.extend(output.logprobs)
         if output.cached_tokens is not None:
             held.cached_tokens = output.cached_tokens
+        if output.prompt is not None:
+            held.prompt = output.prompt
 
     @staticmethod
     def _write(rid: str, held: Held, finish: Finish | None, now: float) -> Append:
         ids, logprobs = tuple(held.token_ids), tuple(held.logprobs)
-        chunk = TokenChunk(rid, held.position, ids, logprobs or None, finish, held.cached_tokens)
+        chunk = TokenChunk(rid, held.position, ids, logprobs or None, finish, held.cached_tokens, held.prompt)
         if ids:
             held.position += len(ids)
-            held.token_ids, held.logprobs, held.cached_tokens, held.fresh = [], [], None, False
+            held.token_ids, held.logprobs, held.fresh = [], [], False
+            held.cached_tokens = held.prompt = None
         held.renewed_at = now
         return Append(held.epoch, chunk)
 

@@ -46,6 +46,7 @@ def _content_logprob(entry: TextLogprob) -> ContentLogprobBody:
 
 
 def _logprob(entry: TextLogprob) -> LogprobBody:
+    assert entry.logprob is not None, "only a prompt's first token has none"
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 

@@ -9,7 +9,7 @@ from ...shared.messages import TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.completions import CompletionBody, CompletionChoiceBody, CompletionLogprobsBody
 from .events import StreamEvent, place_of
-from .results import Choice, TextOffsets, refuse_failed, usage_of
+from .results import Choice, TextOffsets, prompt_offsets, refuse_failed, usage_of
 
 
 def completion_body(plan: Plan, choices: Sequence[Choice]) -> CompletionBody:
@@ -44,7 +44,7 @@ def _choice_body(plan: Plan, index: int, choice: Choice) -> CompletionChoiceBody
     body: CompletionChoiceBody = {
         "index": index,
         "text": echo + choice.text,
-        "logprobs": _logprobs(plan, choice, len(echo)),
+        "logprobs": _logprobs(plan, choice, echo),
         "finish_reason": choice.reason,
     }
     if choice.matched is not None:
@@ -58,10 +58,11 @@ def _echo(plan: Plan, index: int) -> str:
     return plan.echo[plan.prompt_of(index)] if plan.echo else ""
 
 
-def _logprobs(plan: Plan, choice: Choice, shift: int) -> CompletionLogprobsBody | None:
+def _logprobs(plan: Plan, choice: Choice, echo: str) -> CompletionLogprobsBody | None:
     if not plan.logprobs:
         return None
-    return logprobs_body(choice.logprobs, [offset + shift for offset in choice.offsets], plan.top_logprobs)
+    offsets = prompt_offsets(echo, choice.prompt_logprobs) + [offset + len(echo) for offset in choice.offsets]
+    return logprobs_body([*choice.prompt_logprobs, *choice.logprobs], offsets, plan.top_logprobs)
 
 
 def logprobs_body(logprobs: Sequence[TextLogprob], offsets: Sequence[int], top: int) -> CompletionLogprobsBody:
@@ -69,9 +70,13 @@ def logprobs_body(logprobs: Sequence[TextLogprob], offsets: Sequence[int], top: 
     return {
         "tokens": [entry.token for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [{t.token: t.logprob for t in entry.top} for entry in logprobs] if top else None,
+        "top_logprobs": [_top(entry) for entry in logprobs] if top else None,
         "text_offset": list(offsets),
     }
+
+
+def _top(entry: TextLogprob) -> dict[str, float]:
+    return {top.token: top.logprob for top in entry.top if top.logprob is not None}
 
 
 class CompletionStream:
@@ -91,7 +96,7 @@ class CompletionStream:
         choice: CompletionChoiceBody = {
             "index": index,
             "text": echo + chunk.text,
-            "logprobs": self._logprobs(index, chunk),
+            "logprobs": self._logprobs(index, echo, chunk),
             "finish_reason": chunk.finish.type if chunk.finish else None,
         }
         if chunk.finish is not None and chunk.finish.matched is not None:
@@ -109,7 +114,9 @@ class CompletionStream:
         if self._plan.include_usage:
             yield StreamEvent({**_head(self._plan), "choices": [], "usage": usage_of(self._plan, self._usages)})
 
-    def _logprobs(self, index: int, chunk: TextChunk) -> CompletionLogprobsBody | None:
+    def _logprobs(self, index: int, echo: str, chunk: TextChunk) -> CompletionLogprobsBody | None:
         if not self._plan.logprobs:
             return None
-        return logprobs_body(chunk.logprobs or (), self._offsets[index].of(chunk), self._plan.top_logprobs)
+        prompt = chunk.prompt_logprobs or ()  # of the first chunk, as the echo is
+        offsets = prompt_offsets(echo, prompt) + self._offsets[index].of(chunk)
+        return logprobs_body([*prompt, *(chunk.logprobs or ())], offsets, self._plan.top_logprobs)

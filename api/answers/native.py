@@ -33,11 +33,24 @@ def _meta(plan: Plan, index: int, choice: Choice) -> MetaInfo:
         "completion_tokens": choice.usage.completion_tokens,
         "cached_tokens": choice.usage.cached_tokens,
     }
+    if plan.prompt_logprobs:
+        meta["input_token_logprobs"] = [_logprob(entry) for entry in choice.prompt_logprobs]
+        if plan.top_logprobs:
+            meta["input_top_logprobs"] = [_list(entry.top) for entry in choice.prompt_logprobs]
+        if plan.named_logprobs:
+            meta["input_token_ids_logprobs"] = [_list(entry.asked) for entry in choice.prompt_logprobs]
     if plan.logprobs:
         meta["output_token_logprobs"] = [_logprob(entry) for entry in choice.logprobs]
     if plan.top_logprobs:
-        meta["output_top_logprobs"] = [[_logprob(top) for top in entry.top] for entry in choice.logprobs]
+        meta["output_top_logprobs"] = [_list(entry.top) for entry in choice.logprobs]
+    if plan.named_logprobs:
+        meta["output_token_ids_logprobs"] = [_list(entry.asked) for entry in choice.logprobs]
     return meta
+
+
+def _list(entries: Sequence[TextLogprob]) -> list[TokenLogprobBody] | None:
+    """None at the first token of a prompt."""
+    return [_logprob(entry) for entry in entries] or None
 
 
 def _finish(finish: Finish | None, length: int) -> FinishBody | None:

@@ -43,6 +43,22 @@ class TextOffsets:
         return offsets
 
 
+def prompt_offsets(prompt: str, logprobs: Sequence[TextLogprob]) -> list[int]:
+    """Where the tokens of a prompt stand in its text, in characters. A token that is not in it (a BOS, a space that the
+    tokenizer put before it) stands where the next one does."""
+    data, at, offset, pending, offsets = prompt.encode(), 0, 0, b"", []
+    for entry in logprobs:
+        offsets.append(offset)
+        token = bytes(entry.bytes)
+        if at == 0 and not data.startswith(token):
+            token = token.removeprefix(b" ")
+        if data.startswith(token, at):
+            characters, pending = _characters(pending + token)
+            offset += characters
+            at += len(token)
+    return offsets
+
+
 def _characters(data: bytes) -> tuple[int, bytes]:
     """How many whole characters `data` holds, and the bytes of one that it only begins."""
     for held in range(min(3, len(data)) + 1):
@@ -60,6 +76,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TextLogprob, ...] = ()
     offsets: list[int] = field(default_factory=list)  # of the tokens under `logprobs`, in characters of the text
     places: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
@@ -71,6 +88,7 @@ class Choice:
         self.texts.append(chunk.text)
         self.token_ids.extend(chunk.token_ids or ())
         self.logprobs.extend(chunk.logprobs or ())
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         self.offsets.extend(self.places.of(chunk))
         self.usage = chunk.usage
         self.finish = chunk.finish

@@ -26,7 +26,7 @@ class CompletionLogprobsBody(TypedDict):
     """Parallel lists, one element per token; `text_offset` in characters of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # none of a prompt's first token
     top_logprobs: list[dict[str, float]] | None
     text_offset: list[int]
 

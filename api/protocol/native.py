@@ -49,6 +49,8 @@ class GenerateRequest(RequestModel):
     incremental_streaming_output: bool = False  # a stream's events hold what is new instead of all so far
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0)
+    logprob_start_len: int = Field(-1, ge=-1)  # also of the prompt's tokens from there on; -1: of none
+    token_ids_logprob: TokenIds | None = None  # also of these ids, at each place
 
 
 class FinishBody(TypedDict):
@@ -58,8 +60,8 @@ class FinishBody(TypedDict):
     message: NotRequired[str]
 
 
-# [logprob, token id, token text]
-TokenLogprobBody = tuple[float, int, str]
+# [logprob, token id, token text]; the first token of a prompt has no logprob
+TokenLogprobBody = tuple[float | None, int, str]
 
 
 class MetaInfo(TypedDict):
@@ -68,8 +70,12 @@ class MetaInfo(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    input_token_logprobs: NotRequired[list[TokenLogprobBody]]
+    input_top_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
+    input_token_ids_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
     output_token_logprobs: NotRequired[list[TokenLogprobBody]]
-    output_top_logprobs: NotRequired[list[list[TokenLogprobBody]]]
+    output_top_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
+    output_token_ids_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
 
 
 class GenerateBody(TypedDict):

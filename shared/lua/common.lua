@@ -69,8 +69,10 @@ local function dequeue(rid, h)
 end
 
 -- End the generation of a request: its end marker goes behind its tokens, and the detokenizer does the rest.
-local function finish(rid, h, fin)
-  redis.call('XADD', P .. 't:' .. rid, h.n .. '-1', 'fin', fin)
+local function finish(rid, h, fin, prompt)
+  local entry = {'fin', fin}
+  if prompt and prompt ~= '' then entry[3] = 'pl' entry[4] = prompt end
+  redis.call('XADD', P .. 't:' .. rid, h.n .. '-1', unpack(entry))
   drop_job(h)
   redis.call('HSET', P .. 'r:' .. rid, 'st', 'gd', 'jid', '', 'ow', '')
   wake(rid)

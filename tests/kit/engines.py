@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from headrace.shared.messages import Finish, GenerateJob, Lane, SamplingParams, TokenLogprob
+from headrace.shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.settings import WorkerSettings
 
@@ -22,6 +22,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    prompt: PromptLogprobs | None = None
     cached_tokens: int | None = None
     steps: int = 0
 
@@ -68,6 +69,7 @@ def advance(engine: TransformersEngine, out: dict[str, Generation]) -> None:
         generation.token_ids += output.token_ids
         generation.logprobs += output.logprobs or ()
         generation.finish = output.finish
+        generation.prompt = output.prompt or generation.prompt
         if output.cached_tokens is not None:
             assert generation.cached_tokens is None, f"{output.rid} says twice how much was cached"
             generation.cached_tokens = output.cached_tokens

@@ -54,6 +54,7 @@ class Step:
     tokens: int = 1
     finish: Finish | None = None
     logprobs: tuple[TextLogprob, ...] | None = None
+    prompt_logprobs: tuple[TextLogprob, ...] | None = None
 
 
 def say(*texts: str, finish: Finish | None = None) -> list[Step]:
@@ -175,7 +176,8 @@ def _chunks(rid: str, prompt_tokens: int, steps: Sequence[Step]) -> list[TextChu
         out.append(
             TextChunk(
                 rid, offset, step.text, Usage(prompt_tokens, tokens), seq,
-                token_ids=tuple(range(tokens - step.tokens, tokens)), logprobs=step.logprobs, finish=step.finish,
+                token_ids=tuple(range(tokens - step.tokens, tokens)), logprobs=step.logprobs,
+                prompt_logprobs=step.prompt_logprobs, finish=step.finish,
             )
         )  # fmt: skip
         offset += len(step.text.encode())

@@ -137,15 +137,16 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A step's input: `input_ids` and `position_ids` [1, T] int64, `sampled_rows` [S] int64, and attention's part.
+    """A step's input: `input_ids` and `position_ids` [1, T] int64, whose logits are wanted, and attention's part.
 
-    `slices` stand in the order of their rows.
+    `slices` stand in the order of their rows. `logit_rows` [S + P] int64: those that are sampled from, then those that
+    tell of a prompt's tokens.
     """
 
     slices: tuple[Slice, ...]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    sampled_rows: torch.Tensor
+    logit_rows: torch.Tensor
     attention: AttentionBatch
 
     @classmethod
@@ -155,8 +156,12 @@ class FlatBatch:
         positions = np.concatenate([np.arange(piece.start, piece.end) for piece in ordered])
         ends = np.cumsum([piece.length for piece in ordered])
         counts = [piece.num_sampled for piece in ordered]
-        sampled = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
-        tensors = [torch.from_numpy(np.asarray(a, dtype=np.int64)).to(device) for a in (ids, positions, sampled)]
+        sampled = [np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)]
+        scored = [
+            np.array(piece.scored) + end - piece.end for end, piece in zip(ends, ordered, strict=True) if piece.scored
+        ]
+        rows = np.concatenate([*sampled, *scored])
+        tensors = [torch.from_numpy(np.asarray(a, dtype=np.int64)).to(device) for a in (ids, positions, rows)]
         attention = AttentionBatch(ordered, block_size, dtype=dtype, device=device)
         return cls(ordered, tensors[0][None], tensors[1][None], tensors[2], attention)
 

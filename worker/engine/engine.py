@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest
-from ...shared.messages import Finish, GenerateJob, ModelCard
+from ...shared.messages import Finish, GenerateJob, ModelCard, TokenLogprob
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..settings import WorkerSettings
@@ -21,6 +22,7 @@ from .backends import make_backend
 from .blocks import BlockAllocator
 from .grammar import Grammar, Grammars
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
+from .logprobs import grouped, most_scored, score
 from .memory import num_blocks
 from .prefix import cache_seed
 from .preparing import Preparing
@@ -75,7 +77,8 @@ class TransformersEngine:
         self._check(job, produced)
         sequence = self._sequence(job, produced)
         finish = sequence.finish()
-        if finish is not None:  # the worker before us died between the last token and the end mark
+        if finish is not None and sequence.scored is None:
+            # Nothing was asked for, or the worker before us died between the last token and the end mark.
             self._ended.append(StepOutput(job.rid, finish=finish))
         elif (grammar := Grammar.of(job.sampling)) is not None:
             self._preparing.add(sequence, grammar)
@@ -90,7 +93,9 @@ class TransformersEngine:
     def step(self) -> list[StepOutput]:
         self._begin_prepared()
         ended, self._ended = self._ended, []
-        return ended + self._advance(self._scheduler.schedule())
+        for group in grouped(self._scheduler.schedule(), self.card.vocab_size):
+            ended += self._advance(group)
+        return ended
 
     def has_work(self) -> bool:
         return bool(self._ended) or len(self._scheduler) + len(self._preparing) > 0
@@ -166,23 +171,31 @@ class TransformersEngine:
             piece.sequence.verified = False
         filling = self._grammars.fill([row for piece in slices for row in piece.rows])
         try:
-            sampled, logits = self._runner.run(slices)
+            computed = self._runner.run(slices)
         finally:
             masks = filling.result() if filling is not None else None
-        return sampled, sample(logits, [row for piece in sampled for row in piece.rows], masks) if sampled else []
+        for piece, logits in computed.scored:
+            score(piece, logits)
+        if not computed.sampled:
+            return [], []
+        rows = [row for piece in computed.sampled for row in piece.rows]
+        return computed.sampled, sample(computed.logits, rows, masks)
 
     def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """Take a sampled token: append it, and end the sequence where it must end."""
         if drawn.token_id is None:
             return self._give_up(sequence, drawn)
         self._scheduler.verify(sequence)
-        finish = sequence.append(drawn.token_id)
+        finish = sequence.finish()  # where no token was asked for, but what the prompt scores
+        token_ids = (drawn.token_id,) if finish is None else ()
+        if finish is None:
+            finish = sequence.append(drawn.token_id)
         if finish is not None:
             self._scheduler.remove(sequence.rid)
-        logprobs = (drawn.logprob,) if drawn.logprob is not None else None
+        logprobs = (drawn.logprob,) if drawn.logprob is not None and token_ids else None
         cached = None if sequence.announced else sequence.cached_tokens
         sequence.announced = True
-        return StepOutput(sequence.rid, (drawn.token_id,), logprobs, finish, cached)
+        return StepOutput(sequence.rid, token_ids, logprobs, finish, cached, sequence.take_scored())
 
     def _give_up(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """End a sequence for which there is no next token."""
@@ -203,7 +216,8 @@ class TransformersEngine:
         self._check_ids((*job.input_ids, *produced), "input_ids")
         self._check_ids([token for token, _ in job.sampling.logit_bias], "logit_bias")
         self._check_ids([token for word in job.sampling.bad_words for token in word], "bad_words")
-        if len(job.input_ids) >= self.card.context_length:
+        self._check_ids(job.token_ids_logprob, "token_ids_logprob")
+        if len(job.input_ids) + (job.sampling.max_new_tokens != 0) > self.card.context_length:
             raise ContextLengthExceeded(
                 f"the prompt has {len(job.input_ids)} tokens and leaves no room for output in the context of "
                 f"{self.card.context_length}",
@@ -223,6 +237,7 @@ class TransformersEngine:
         if params.max_new_tokens is not None:
             room = min(room, len(job.input_ids) + params.max_new_tokens)
         self._arrivals += 1
+        scores = job.scores_prompt and not produced  # else they went out with the first of these
         return Sequence(
             job=job,
             token_ids=[*job.input_ids, *produced],
@@ -232,6 +247,9 @@ class TransformersEngine:
             seed=params.sampling_seed if params.sampling_seed is not None else _seed_of(job.rid),
             arrival=self._arrivals,
             announced=bool(produced),
+            reads_cache=not scores,
+            max_chunk=most_scored(self.card.vocab_size) if scores else sys.maxsize,
+            scored=[TokenLogprob(None)] * (job.logprob_start_len == 0) if scores else None,
             cache_seed=cache_seed(job.model, "" if self._shared else job.tenant, self.card.weight_version),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,6 +13,39 @@ from ...shared.errors import EngineError
 from .attention import AttentionBackend, PagedAttention
 from .batch import FlatBatch
 from .scheduler import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What a step computed.
+
+    Attributes:
+        sampled: the slices from which tokens are sampled.
+        logits: of their `rows`, [S, vocabulary] float32.
+        scored: slices with the logits of their `scored` places, [P, vocabulary] of the model's type.
+    """
+
+    sampled: list[Slice]
+    logits: torch.Tensor
+    scored: list[tuple[Slice, torch.Tensor]]
+
+    @classmethod
+    def of(cls, slices: Sequence[Slice], logits: torch.Tensor) -> StepLogits:
+        """`logits` [S + P, vocabulary], in the order of `FlatBatch.logit_rows`."""
+        sampled, scored = [piece for piece in slices if piece.num_sampled], [piece for piece in slices if piece.scored]
+        count = sum(piece.num_sampled for piece in sampled)
+        parts = torch.split(logits[count:], [len(piece.scored) for piece in scored]) if scored else ()
+        return cls(sampled, logits[:count].float(), list(zip(scored, parts, strict=True)))
+
+    @classmethod
+    def merged(cls, parts: Sequence[StepLogits]) -> StepLogits:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            [piece for part in parts for piece in part.sampled],
+            torch.cat([part.logits for part in parts]),
+            [scored for part in parts for scored in part.scored],
+        )
 
 
 class ModelRunner:
@@ -39,27 +73,21 @@ class ModelRunner:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice]) -> tuple[list[Slice], torch.Tensor]:
-        """Compute a step.
-
-        Returns:
-            The slices from which tokens are sampled, and the logits of their `rows` [S, vocabulary] float32.
-        """
+    def run(self, slices: Sequence[Slice]) -> StepLogits:
+        """Compute a step."""
         groups = [[piece] for piece in slices] if self._alone else [slices]
-        results = [self._forward(group) for group in groups]
-        return [piece for sampled, _ in results for piece in sampled], torch.cat([logits for _, logits in results])
+        return StepLogits.merged([self._forward(group) for group in groups])
 
-    def _forward(self, slices: Sequence[Slice]) -> tuple[list[Slice], torch.Tensor]:
+    def _forward(self, slices: Sequence[Slice]) -> StepLogits:
         cache = self._cache
         batch = FlatBatch.build(slices, cache.block_size, dtype=cache.dtype, device=cache.device)
         self._attention.batch = batch.attention
-        keep = {"logits_to_keep": batch.sampled_rows} if self._keeps_rows else {}
+        keep = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         try:
             out = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keep)
         finally:
             self._attention.batch = None
-        logits = out.logits[0] if keep else out.logits[0, batch.sampled_rows]
-        return [piece for piece in batch.slices if piece.num_sampled], logits.float()
+        return StepLogits.of(batch.slices, out.logits[0] if keep else out.logits[0, batch.logit_rows])
 
     def with_model(self, model: nn.Module, attention: PagedAttention) -> ModelRunner:
         """A runner of another model over the same pool; this one is done."""

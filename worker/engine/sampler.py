@@ -16,6 +16,7 @@ import torch
 from ...shared.messages import TokenLogprob
 from .adjust import adjust, needs_adjusting
 from .grammar import Masks
+from .logprobs import logprobs_of
 from .noise import gumbel, hash_tokens, row_keys
 from .sequence import Row
 
@@ -46,22 +47,11 @@ def sample(logits: torch.Tensor, sequences: Rows[Row], masks: Masks | None = Non
     chosen = torch.where(best.isfinite(), tokens, _BROKEN).tolist()
     told: dict[int, TokenLogprob] = {}
     if logprobs is not None:
-        tops = [sequences[row].job.top_logprobs_num for row in asked]
-        told = dict(zip(asked, _logprobs(logprobs, [chosen[row] for row in asked], tops), strict=True))
+        jobs = [sequences[row].job for row in asked]
+        told = dict(zip(asked, logprobs_of(logprobs, [max(chosen[row], 0) for row in asked], jobs), strict=True))
     return [
         Sample(token, told.get(row)) if token >= 0 else Sample(None, excluded=token == _EXCLUDED)
         for row, token in enumerate(chosen)
-    ]
-
-
-def _logprobs(logprobs: torch.Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprob]:
-    """Log-probabilities [R, V] of the chosen tokens and of each row's `tops` most likely ones."""
-    index = torch.tensor(chosen, device=logprobs.device).clamp_(min=0)[:, None]
-    own = logprobs.gather(1, index)[:, 0].tolist()
-    values, ids = (t.tolist() for t in logprobs.topk(min(max(tops), logprobs.shape[1])))
-    return [
-        TokenLogprob(logprob, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
-        for logprob, row_ids, row_values, top in zip(own, ids, values, tops, strict=True)
     ]
 
 

@@ -57,6 +57,11 @@ class Slice:
         return 1 + len(self.draft) if self.end - len(self.draft) == len(self.sequence.token_ids) else 0
 
     @property
+    def scored(self) -> range:
+        """The places whose logits tell of the next token of the prompt, where somebody asks."""
+        return self.sequence.unscored(self.start, self.end)
+
+    @property
     def rows(self) -> list[Row]:
         """What is sampled from, in the order of the flat batch."""
         return [Row(self.sequence, self.draft[:count]) for count in range(self.num_sampled)]
@@ -232,9 +237,9 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, computed: int, plan: _Plan) -> int:
         """How many tokens after the `computed` ones go into this step."""
         if not self.fixed_chunks:
-            return min(len(sequence.token_ids) - computed, plan.budget)
+            return min(len(sequence.token_ids) - computed, plan.budget, sequence.max_chunk)
         left = sequence.num_prompt_tokens - computed
-        length = min(left, self.max_batch_tokens) if left > 0 else 1
+        length = min(left, self.max_batch_tokens, sequence.max_chunk) if left > 0 else 1
         return length if length <= plan.budget else 0
 
     def _reserve(self, sequence: Sequence, length: int, plan: _Plan) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...shared.messages import Finish, GenerateJob, Lane, SamplingParams
+from ...shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from .grammar import Matcher
@@ -47,6 +48,8 @@ class Sequence:
     cached_tokens: int | None = None  # prompt tokens found in the cache when it first started
     announced: bool = False  # whether an output has been sent for it
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
+    max_chunk: int = sys.maxsize  # tokens of it that one step may prefill
+    scored: list[TokenLogprob] | None = None  # of its prompt, as far as they are known; None where nobody asked
 
     @property
     def rid(self) -> str:
@@ -80,6 +83,20 @@ class Sequence:
     def tokens_left(self) -> int:
         """How many more it may write."""
         return self.max_tokens - len(self.token_ids)
+
+    def unscored(self, start: int, end: int) -> range:
+        """Of the places `start … end`, those whose logits are wanted: each tells of the prompt token after it."""
+        if self.scored is None:
+            return range(0)
+        first = self.job.logprob_start_len + len(self.scored) - 1
+        return range(max(start, first), min(end, self.num_prompt_tokens - 1))
+
+    def take_scored(self) -> PromptLogprobs | None:
+        """All that was asked of the prompt, once."""
+        if self.scored is None:
+            return None
+        scored, self.scored, self.reads_cache = tuple(self.scored), None, True
+        return PromptLogprobs(tuple(self.prompt_ids[self.job.logprob_start_len :]), scored)
 
     def append(self, token_id: int) -> Finish | None:
         """Take the next output token; says why the sequence ends with it, or None where it goes on."""

@@ -132,8 +132,8 @@ def prove(model: nn.Module, attention: PagedAttention, layers: Sequence[LayerSha
     runner = ModelRunner(model, attention, backend)
     worst = 0.0
     for step in _STEPS:
-        sampled, logits = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
-        for piece, row in zip(sampled, logits, strict=True):
+        computed = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
+        for piece, row in zip(computed.sampled, computed.logits, strict=True):
             expected = wanted.logits[piece.sequence.arrival][piece.end - 1]
             worst = max(worst, float((row - expected).norm() / expected.norm()))
     attention.backend = None
