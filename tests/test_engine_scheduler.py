@@ -2,69 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from headrace.shared.messages import LANES, GenerateJob, Lane, SamplingParams
+from headrace.shared.messages import LANES, Lane
 from headrace.worker.engine.blocks import NULL_BLOCK, BlockAllocator, OutOfBlocks
 from headrace.worker.engine.scheduler import Scheduler, Slice
 from headrace.worker.engine.sequence import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.simulated import SimulatedModel, sequence
 
 BLOCK_SIZE = 4
 
 
-def sequence(rid: str, prompt: int, output: int, *, lane: Lane = "std", arrival: int = 0) -> Sequence:
-    job = GenerateJob(
-        rid=rid,
-        model="m",
-        pool="m",
-        tokenizer="",
-        input_ids=tuple(range(prompt)),
-        sampling=SamplingParams(max_new_tokens=output),
-        lane=lane,
-    )
-    return Sequence(
-        job=job,
-        token_ids=list(job.input_ids),
-        num_prompt_tokens=prompt,
-        max_tokens=prompt + output,
-        stop_ids=frozenset(),
-        seed=0,
-        arrival=arrival,
-    )
-
-
-def scheduler(*, blocks: int = 64, running: int = 4, budget: int = 16, fixed_chunks: bool = False) -> Scheduler:
+def simulated(
+    *, blocks: int = 64, running: int = 4, budget: int = 16, fixed_chunks: bool = False
+) -> tuple[Scheduler, Callable[[], list[Slice]]]:
+    """A scheduler, and what runs a step of it."""
     pool = BlockAllocator(blocks + 1, BLOCK_SIZE)
-    return Scheduler(pool, max_running=running, max_batch_tokens=budget, fixed_chunks=fixed_chunks)
-
-
-def step(scheduler: Scheduler) -> list[Slice]:
-    """Plan a step, and play the model: every slice that reaches the end of its sequence gets a token."""
-    slices = scheduler.schedule()
-    assert_sound(scheduler, slices)
-    for piece in slices:
-        sampled = piece.num_sampled
-        scheduler.commit(piece)
-        if sampled:
-            scheduler.verify(piece.sequence)
-            piece.sequence.append(0)
-            if piece.sequence.finish() is not None:
-                scheduler.remove(piece.sequence.rid)
-    scheduler.check_integrity()
-    return slices
-
-
-def assert_sound(scheduler: Scheduler, slices: list[Slice]) -> None:
-    beside = scheduler.max_running if scheduler.fixed_chunks else 0
-    assert sum(piece.length for piece in slices) <= scheduler.max_batch_tokens + beside
-    assert len({piece.sequence for piece in slices}) == len(slices), "a sequence is planned twice"
-    for piece in slices:
-        assert piece.length > 0
-        assert piece.start == piece.sequence.num_computed
-        assert len(piece.sequence.block_table) == -(-piece.end // BLOCK_SIZE), "a slice without its blocks"
+    scheduler = Scheduler(pool, max_running=running, max_batch_tokens=budget, fixed_chunks=fixed_chunks)
+    return scheduler, SimulatedModel(scheduler).step
 
 
 def test_allocator_gives_all_but_the_null_block_and_takes_them_back() -> None:
@@ -100,52 +59,52 @@ def test_allocator_never_loses_or_doubles_a_block(moves: list[tuple[bool, int]])
 
 
 def test_decoding_sequences_share_a_step_with_a_chunk() -> None:
-    s = scheduler(budget=8)
+    s, step = simulated(budget=8)
     s.add(sequence("short", 3, 9, arrival=1))
     s.add(sequence("long", 20, 2, arrival=2))
-    assert [(p.sequence.rid, p.length) for p in step(s)] == [("short", 3), ("long", 5)]
-    assert [(p.sequence.rid, p.length) for p in step(s)] == [("short", 1), ("long", 7)]
-    assert [(p.sequence.rid, p.length) for p in step(s)] == [("short", 1), ("long", 7)]
-    assert [(p.sequence.rid, p.length) for p in step(s)] == [("short", 1), ("long", 1)]
+    assert [(p.sequence.rid, p.length) for p in step()] == [("short", 3), ("long", 5)]
+    assert [(p.sequence.rid, p.length) for p in step()] == [("short", 1), ("long", 7)]
+    assert [(p.sequence.rid, p.length) for p in step()] == [("short", 1), ("long", 7)]
+    assert [(p.sequence.rid, p.length) for p in step()] == [("short", 1), ("long", 1)]
 
 
 def test_interactive_lanes_are_admitted_first() -> None:
-    s = scheduler(running=1)
+    s, step = simulated(running=1)
     for arrival, lane in enumerate(reversed(LANES)):
         s.add(sequence(lane, 3, 1, lane=lane, arrival=arrival))
     order = []
     while len(s):
-        order += [piece.sequence.rid for piece in step(s)]
+        order += [piece.sequence.rid for piece in step()]
     assert order == ["rt", "std", "batch"]
 
 
 def test_an_interactive_sequence_takes_the_place_of_the_newest_of_the_batch_lane() -> None:
-    s = scheduler(running=2)
+    s, step = simulated(running=2)
     s.add(sequence("old", 3, 9, lane="batch", arrival=1))
     s.add(sequence("new", 3, 9, lane="batch", arrival=2))
-    step(s)
+    step()
     s.add(sequence("now", 3, 1, lane="std", arrival=3))
-    assert {piece.sequence.rid for piece in step(s)} == {"old", "now"}
+    assert {piece.sequence.rid for piece in step()} == {"old", "now"}
     assert s.preemptions == 1
-    later = step(s)
+    later = step()
     assert [(p.sequence.rid, p.length) for p in later] == [("old", 1), ("new", 4)], "its token is computed again"
 
 
 def test_the_newest_pays_when_blocks_run_out() -> None:
-    s = scheduler(blocks=6, running=3)
+    s, step = simulated(blocks=6, running=3)
     s.add(sequence("old", 4, 20, arrival=1))
     s.add(sequence("new", 4, 1, arrival=2))  # expected to stay small, so it is admitted
-    rids = [piece.sequence.rid for piece in step(s)]
+    rids = [piece.sequence.rid for piece in step()]
     assert rids[0] == "old"
     while len(s):
-        step(s)
+        step()
     s.check_integrity()
     assert s.blocks.num_free == 6
 
 
 def test_fixed_chunks_depend_on_the_sequence_alone() -> None:
     def lengths(others: int) -> list[int]:
-        s = scheduler(budget=8, running=8, fixed_chunks=True)
+        s, step = simulated(budget=8, running=8, fixed_chunks=True)
         for number in range(others):
             s.add(sequence(f"other {number}", 5, 4, arrival=number))
         watched = sequence("watched", 20, 3, arrival=99)
@@ -153,7 +112,7 @@ def test_fixed_chunks_depend_on_the_sequence_alone() -> None:
         s.add(watched)
         seen = []
         while len(s):
-            seen += [piece.length for piece in step(s) if piece.sequence is watched]
+            seen += [piece.length for piece in step() if piece.sequence is watched]
         return seen
 
     assert lengths(0) == lengths(1) == lengths(5) == [8, 8, 4, 1, 1]
@@ -186,7 +145,7 @@ arrivals = st.lists(
 def test_everything_ends_and_every_block_comes_back(
     plan: list[Arrival], blocks: int, running: int, fixed_chunks: bool
 ) -> None:
-    s = scheduler(blocks=blocks, running=running, budget=6, fixed_chunks=fixed_chunks)  # 8 blocks hold one alone
+    s, step = simulated(blocks=blocks, running=running, budget=6, fixed_chunks=fixed_chunks)  # 8 blocks hold one alone
     made: dict[str, Sequence] = {}
     for now in range(3000):
         for number, arrival in enumerate(plan):
@@ -196,7 +155,7 @@ def test_everything_ends_and_every_block_comes_back(
                 s.add(made[rid])
             if arrival.abort_at == now:
                 s.remove(rid)
-        step(s)
+        step()
         if len(s) == 0 and now > 20:
             break
     assert len(s) == 0, "a sequence starves"

@@ -1,0 +1,131 @@
+"""A model that computes nothing: it plays the forward over a scheduler's plans, and knows what blocks must hold.
+
+A hash of the seed and of all tokens up to it stands for a token's K/V. Who computes a token must find the hashes of
+all tokens before it in its own blocks, and may only write to blocks that are its own alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from headrace.shared.messages import GenerateJob, Lane, SamplingParams
+from headrace.worker.engine.prefix import cache_seed
+from headrace.worker.engine.scheduler import Scheduler, Slice
+from headrace.worker.engine.sequence import Sequence
+
+NAN = "nan"
+
+
+def sequence(
+    rid: str,
+    prompt: int | list[int],
+    output: int,
+    *,
+    lane: Lane = "std",
+    arrival: int = 0,
+    tenant: str = "",
+    produced: tuple[int, ...] = (),
+    stop_ids: frozenset[int] = frozenset(),
+) -> Sequence:
+    """A sequence of `prompt` tokens (or of so many made-up ones) that writes `output` of them, if nothing stops it."""
+    ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    params = SamplingParams(max_new_tokens=output)
+    job = GenerateJob(rid, "m", "m", "", tuple(ids), params, lane=lane, tenant=tenant)
+    return Sequence(
+        job=job,
+        token_ids=[*ids, *produced],
+        num_prompt_tokens=len(ids),
+        max_tokens=len(ids) + output,
+        stop_ids=stop_ids,
+        seed=0,
+        arrival=arrival,
+        cache_seed=cache_seed("m", tenant, "1"),
+    )
+
+
+class SimulatedModel:
+    """Runs the plans of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.weights = 0  # their version: a flush comes with new ones
+        size = scheduler.blocks.block_size
+        self._empty: list[tuple[int | str, int] | None] = [None] * size
+        self._pool = [self._empty.copy() for _ in range(scheduler.blocks.num_blocks)]
+        self._running: set[Sequence] = set()
+
+    def step(self, failing: Collection[str] = ()) -> list[Slice]:
+        """Plan a step and run it. The logits of `failing` sequences are not finite, nor is the K/V they write."""
+        slices = self.scheduler.schedule()
+        self._assert_sound(slices)
+        for block in self.scheduler.blocks.take_dirty():
+            self._pool[block] = self._empty.copy()
+        for piece in slices:
+            piece.sequence.verified = False
+            self._write(piece, piece.sequence.rid in failing)
+        for piece in slices:
+            self._read(piece)
+        self._running = set(self.scheduler.running)
+        for piece in slices:
+            self._accept(piece, piece.sequence.rid in failing)
+        self.scheduler.check_integrity()
+        return slices
+
+    def _assert_sound(self, slices: list[Slice]) -> None:
+        scheduler = self.scheduler
+        beside = scheduler.max_running if scheduler.fixed_chunks else 0
+        assert sum(piece.length for piece in slices) <= scheduler.max_batch_tokens + beside
+        assert len({piece.sequence for piece in slices}) == len(slices), "a sequence is planned twice"
+        assert slices or not len(scheduler), "a step without work, and sequences to work on"
+        decoding = [s for s in scheduler.running if s.num_pending == 1]
+        planned = {piece.sequence for piece in slices}
+        assert planned.issuperset(decoding), "a sequence that decodes is left out"
+        for piece in slices:
+            assert piece.length > 0
+            assert piece.start == piece.sequence.num_computed
+            assert len(piece.sequence.block_table) == scheduler.blocks.blocks_for(piece.end), (
+                "a slice without its blocks"
+            )
+
+    def _hashes(self, piece: Slice) -> list[int]:
+        """Of all tokens up to the slice's last."""
+        hashes, last = [], hash(piece.sequence.cache_seed)
+        for token in [*piece.sequence.token_ids[: piece.start], *piece.token_ids]:
+            last = hash((last, token))
+            hashes.append(last)
+        return hashes
+
+    def _write(self, piece: Slice, fails: bool) -> None:
+        size = self.scheduler.blocks.block_size
+        hashes = self._hashes(piece)
+        for position in range(piece.start, piece.end):
+            block = piece.sequence.block_table[position // size]
+            holders = [s for s in self.scheduler.running if block in s.block_table]
+            assert holders == [piece.sequence], "a write to a block that others read"
+            assert block not in self.scheduler.blocks._key_of, "a write to a block whose content is known"
+            self._pool[block][position % size] = (NAN if fails else hashes[position]), self.weights
+
+    def _read(self, piece: Slice) -> None:
+        """Check all that a slice attends to."""
+        bad = piece.sequence.rid.startswith("bad")
+        held = [cell for block in piece.sequence.block_table for cell in self._pool[block]]
+        assert bad or NAN not in [cell[0] for cell in held if cell], "NaN of another sequence in one's own block"
+        for position, wanted in enumerate(self._hashes(piece)):
+            cell = held[position]
+            assert cell is not None, "K/V that nobody computed"
+            assert cell[0] == wanted or (bad and cell[0] == NAN), "K/V of other tokens"
+            found = position < piece.start and piece.sequence not in self._running
+            assert not found or cell[1] == self.weights, "K/V of old weights"
+
+    def _accept(self, piece: Slice, fails: bool) -> None:
+        sampled = piece.num_sampled
+        self.scheduler.commit(piece)
+        if not sampled:
+            return
+        if fails:
+            self.scheduler.remove(piece.sequence.rid)
+            return
+        self.scheduler.verify(piece.sequence)
+        token = self._hashes(piece)[-1] % 3
+        if piece.sequence.append(token) is not None:
+            self.scheduler.remove(piece.sequence.rid)
