@@ -17,7 +17,14 @@ from .middleware import Border
 from .openapi import document
 from .protocol.chat import ChatCompletionRequest
 from .protocol.completions import CompletionRequest
-from .protocol.control import AbortRequest, PauseRequest, PoolRequest, UpdateWeightsRequest
+from .protocol.control import (
+    AbortRequest,
+    LoadLoraRequest,
+    PauseRequest,
+    PoolRequest,
+    UnloadLoraRequest,
+    UpdateWeightsRequest,
+)
 from .protocol.native import GenerateRequest
 from .routes import control, generation, health, models
 from .services import Services
@@ -29,7 +36,7 @@ UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
 # Every body that a route parses by itself, for the document.
 BODIES: list[type[BaseModel]] = [
     *(ChatCompletionRequest, CompletionRequest, GenerateRequest),
-    *(PoolRequest, PauseRequest, AbortRequest, UpdateWeightsRequest),
+    *(PoolRequest, PauseRequest, AbortRequest, UpdateWeightsRequest, LoadLoraRequest, UnloadLoraRequest),
 ]
 
 

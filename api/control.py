@@ -54,7 +54,7 @@ class PoolControl:
         """
         cards = await self._backend.models.all()
         pool = (await self._backend.models.get(model)).pool if model is not None else None
-        bases = [card for card in cards.values() if pool is None or card.pool == pool]
+        bases = [card for card in cards.values() if not card.lora and (pool is None or card.pool == pool)]
         if len({card.pool for card in bases}) != 1:
             raise ModelNotFound(f"Name a model: {len(bases)} are registered.", param="model")
         return min(bases, key=lambda card: card.created)
@@ -68,6 +68,21 @@ class PoolControl:
         """
         card = await self.card(model)
         answers = await self._backend.control.broadcast(card.pool, kind, args, self._wait_s)
+        check(answers, self._wait_s)
+        return body(answers)
+
+    async def unload_lora(self, name: str) -> ControlBody:
+        """Have every worker of an adapter's pool forget it, and take its name off the list of models.
+
+        Raises:
+            ModelNotFound: no adapter has that name.
+            Unavailable, WorkerRefused, NoAnswer.
+        """
+        card = (await self._backend.models.all()).get(name)
+        if card is None or not card.lora:
+            raise ModelNotFound(f"There is no adapter '{name}'.", param="lora_name")
+        answers = await self._backend.control.broadcast(card.pool, "unload_lora", {"name": name}, self._wait_s)
+        self._backend.models.expire()
         check(answers, self._wait_s)
         return body(answers)
 

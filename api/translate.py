@@ -160,7 +160,7 @@ class Translator:
         if name is not None:
             card = await self._models.get(name)
         else:
-            cards = list((await self._models.all()).values())
+            cards = [card for card in (await self._models.all()).values() if not card.lora]
             if len(cards) != 1:
                 raise ModelNotFound(f"Name a model: {len(cards)} are registered.", param="model")
             card = cards[0]

@@ -45,6 +45,9 @@ class ServeSettings(StoreSettings):
     threads: int = Field(0, ge=0, description="CPU threads of each worker; 0: the cores, shared by the workers")
     kv_memory: Bytes = Field(0, ge=0, description="memory of each worker's K/V pool (2gb); 0: by what is free")
     max_running: int = Field(0, ge=0, description="sequences that a worker generates together; 0: by device")
+    lora: StrTuple = Field((), description="NAME=DIR, a PEFT adapter of the one model; several may be given")
+    max_loras: int = Field(8, ge=0, description="adapters that may be loaded at a time")
+    max_lora_rank: int = Field(64, ge=1, description="largest rank of an adapter")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
 
 
@@ -72,6 +75,11 @@ def served_models(settings: ServeSettings) -> tuple[ServedModel, ...]:
                 f"{len(models)} models; write --model NAME=DIR for each"
             )
         models = [ServedModel(settings.served_model_name, models[0].place)]
+    if settings.lora and len(models) > 1:
+        raise ConfigError(
+            f"--lora (HEADRACE_LORA): which of the {len(models)} models is {settings.lora[0]} for? "
+            "Load it with /load_lora_adapter once they run"
+        )
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:

@@ -305,7 +305,7 @@ class ModelCard:
     """What the other roles know of a model. Permanent; registered by a worker or by `headrace model add`."""
 
     name: str  # what clients call it
-    pool: str  # the base model whose workers serve it
+    pool: str  # the base model whose workers serve it; an adapter's is its base model's
     tokenizer: str  # sha256 of tokenizer.json
     context_length: int  # tokens, prompt and output together
     vocab_size: int
@@ -317,6 +317,7 @@ class ModelCard:
     architecture: str = ""
     dtype: str = ""
     weight_version: str = "default"
+    lora: str = ""  # the folder of the adapter that this name stands for, as workers of the pool see it; "": the base
     task: Literal["generate", "embed"] = "generate"
     created: int = 0  # Unix seconds
 

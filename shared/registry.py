@@ -248,3 +248,8 @@ class ServedModels:
         """The card under which a model is registered, if it is."""
         data = self._client.hget(keys.MODELS, name)
         return ModelCard.decode(data) if data is not None else None
+
+    def adapters(self, pool: str) -> list[ModelCard]:
+        """The cards of a pool's adapters."""
+        cards = [ModelCard.decode(data) for data in self._client.hvals(keys.MODELS)]
+        return sorted((card for card in cards if card.pool == pool and card.lora), key=lambda card: card.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 from conftest import Server
+from kit.adapters import make, merge
 from kit.control import Control
 from kit.deployment import Deployment, terminate
 from kit.engines import random_prompts, reference
@@ -40,9 +42,13 @@ def control(
         control.http.close()
 
 
-def answer(control: Control, prompt: list[int], count: int = TOKENS, **body: Any) -> Any:
+def question(prompt: list[int], count: int = TOKENS) -> dict[str, Any]:
     params = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-    return control.post("/generate", **({"model": "m", "input_ids": prompt, "sampling_params": params} | body))
+    return {"model": "m", "input_ids": prompt, "sampling_params": params}
+
+
+def answer(control: Control, prompt: list[int], count: int = TOKENS, **body: Any) -> Any:
+    return control.post("/generate", **(question(prompt, count) | body))
 
 
 def tokens(control: Control, prompts: list[list[int]], count: int = TOKENS) -> list[list[int]]:
@@ -109,3 +115,70 @@ def test_a_worker_that_comes_later_serves_what_the_others_do(control: Control, f
     assert {worker.extra["weight_version"] for worker in control.ready()} == {"two"}
     assert terminate(second) == 0
     assert tokens(control, PROMPTS) == expected(folders["v2"])
+
+
+def test_adapters_are_loaded_mixed_and_unloaded_under_load(
+    control: Control, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    update(control, folders["v0"], weight_version="base")
+    adapters = {name: make(tmp_path / name, folders["v0"], seed=i) for i, name in enumerate(("a", "b", "c"))}
+    merged = {name: merge(tmp_path / f"{name}-merged", folders["v0"], adapters[name]) for name in adapters}
+    wanted = {name: expected(folder) for name, folder in (merged | {"m": folders["v0"]}).items()}
+    stop = threading.Event()
+
+    def load_of(name: str) -> int:
+        """Ask until told to stop; each answer is right, or says that the adapter is not there."""
+        served = 0
+        while not stop.is_set():
+            for prompt, output in zip(PROMPTS, wanted[name], strict=True):
+                got = control.http.post("/generate", json=question(prompt) | {"model": name})
+                assert got.status_code in ((200,) if name == "m" else (200, 404)), got.text
+                if got.status_code == 200:
+                    assert got.json()["output_ids"] == output
+                    served += 1
+        return served
+
+    with ThreadPoolExecutor(4) as threads:
+        loads = {name: threads.submit(load_of, name) for name in wanted}
+        for _ in range(2):
+            for name, folder in adapters.items():
+                done = control.post("/load_lora_adapter", lora_name=name, lora_path=str(folder))
+                assert len({worker["detail"]["weight_version"] for worker in done["workers"]}) == 1
+                assert answer(control, PROMPTS[0], model=name)["output_ids"] == wanted[name][0]
+            for name in adapters:
+                control.post("/unload_lora_adapter", lora_name=name)
+        stop.set()
+        assert all(load.result() > 0 for load in loads.values())
+    assert [model["id"] for model in control.http.get("/v1/models").json()["data"]] == ["m"]
+
+
+def test_an_adapter_is_a_model_of_its_own(control: Control, folders: dict[str, Path], tmp_path: Path) -> None:
+    update(control, folders["v0"])
+    folder = make(tmp_path / "style", folders["v0"])
+    control.post("/load_lora_adapter", lora_name="style", lora_path=str(folder), model="m")
+    card = control.http.get("/v1/models/style").json()
+    assert (card["id"], card["root"], card["parent"]) == ("style", "m", "m")
+    first = control.workers[0]
+    assert terminate(first) == 0
+    control.workers[0] = control.start()  # one that comes later has it, too
+    control.wait_for(2)
+    assert [worker.extra["loras"] for worker in control.ready()] == [["style"]] * 2
+    text = control.post("/v1/completions", model="style", prompt="hi", max_tokens=5, temperature=0)
+    assert text["model"] == "style"
+    control.post("/unload_lora_adapter", lora_name="style")
+    assert "does not exist" in control.error("/v1/completions", 404, model="style", prompt="hi")
+    assert "no adapter 'style'" in control.error("/unload_lora_adapter", 404, lora_name="style")
+
+
+def test_a_bad_adapter_is_refused_and_nothing_changes(
+    control: Control, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    update(control, folders["v0"])
+    folder = make(tmp_path / "wide", build(tmp_path / "other", "llama", hidden_size=32))
+    message = control.error("/load_lora_adapter", 400, lora_name="wide", lora_path=str(folder))
+    assert message.startswith("The adapter cannot be loaded: model.layers.0.self_attn.")
+    assert "sees no folder" in control.error("/load_lora_adapter", 400, lora_name="x", lora_path=str(tmp_path / "no"))
+    good = make(tmp_path / "good", folders["v0"])
+    assert "no adapter" in control.error("/load_lora_adapter", 409, lora_name="m", lora_path=str(good))
+    assert tokens(control, PROMPTS) == expected(folders["v0"])
+    assert [model["id"] for model in control.http.get("/v1/models").json()["data"]] == ["m"]

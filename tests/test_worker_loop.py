@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import redis.exceptions
@@ -10,7 +10,7 @@ from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect
 from headrace.shared.control import Inbox
-from headrace.shared.errors import InvalidRequest, StoreUnavailable
+from headrace.shared.errors import InvalidRequest, NotFound, StoreUnavailable
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.messages import Finish, GenerateJob, ModelCard, TokenChunk
@@ -18,6 +18,7 @@ from headrace.shared.registry import Membership, ProcessInfo, ServedModels
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.token_stream import Append, TokenStream
+from headrace.worker.adapters import PoolAdapters
 from headrace.worker.control import Controller
 from headrace.worker.interface import StepOutput
 from headrace.worker.loop import Worker
@@ -70,6 +71,15 @@ class OneToken:
     def read_weights(self, folder: str) -> Callable[[str], None]:
         raise InvalidRequest("it has no weights")
 
+    def read_lora(self, name: str, folder: str) -> Callable[[], str]:
+        raise InvalidRequest("it takes no adapter", param="lora_path")
+
+    def drop_lora(self, name: str) -> None:
+        raise NotFound("it takes no adapter", param="lora_name")
+
+    def loras(self) -> Mapping[str, str]:
+        return {}
+
     def retract(self) -> None:
         pass
 
@@ -104,13 +114,16 @@ def client(redis_url: str) -> Iterator[Client]:
 def worker_of(client: Client, engine: OneToken, stop: Told, tokens: type[TokenStream] = TokenStream) -> Worker:
     queue, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
     member = Membership(ProcessInfo("worker"))
+    models = ServedModels(client, member, b"")
+    adapters = PoolAdapters(engine, models)
     worker = Worker(
         engine,
         JobQueue(client, queue, SHARDS),
         tokens(client, flushes, "w2", 3.0),
         client,
         member,
-        Controller(engine, Inbox(client, "m", member.info.id), member.info.id, ServedModels(client, member, b"")),
+        Controller(engine, Inbox(client, "m", member.info.id), member.info.id, models, adapters),
+        adapters,
         owner="w2",
         consumer="host:0",
         shards=SHARDS,

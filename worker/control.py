@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..shared.control import Command, Inbox, Outcome, PauseMode
 from ..shared.errors import ConfigError, Conflict, EngineError, InvalidRequest, RequestError
-from ..shared.messages import Finish, ModelCard
+from ..shared.messages import Finish
+from .adapters import Models, PoolAdapters
 from .interface import Engine, StepOutput
 from .reading import Reading
 
@@ -30,14 +31,6 @@ _OURS = (EngineError, OSError, RuntimeError)
 Args = Mapping[str, Any]
 
 
-class Models(Protocol):
-    """`shared.registry.ServedModels`."""
-
-    def say(self, **extra: Any) -> None: ...
-
-    def serve(self, card: ModelCard) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Staged:
     """What was read and is not yet used: `use` puts it to use, as the command `commit` says."""
@@ -49,11 +42,12 @@ class Staged:
 class Controller:
     """Obeys the commands of one pool, in order. But for reading files, everything runs on the loop's thread."""
 
-    def __init__(self, engine: Engine, inbox: Inbox, process: str, models: Models) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, process: str, models: Models, adapters: PoolAdapters) -> None:
         self._engine = engine
         self._inbox = inbox
         self._process = process
         self._models = models
+        self._adapters = adapters
         self._next_look = float("-inf")
         self._commands: deque[Command] = deque()
         self._reading: tuple[Command, Reading[Staged]] | None = None
@@ -67,8 +61,12 @@ class Controller:
             "continue": self._continue,
             "commit": self._commit,
             "discard": self._discard,
+            "unload_lora": self._unload_lora,
         }
-        self._readers: Mapping[str, Callable[[Args], Staged]] = {"read_weights": self._read_weights}
+        self._readers: Mapping[str, Callable[[Args], Staged]] = {
+            "read_weights": self._read_weights,
+            "read_lora": self._read_lora,
+        }
 
     @property
     def standing_still(self) -> bool:
@@ -177,6 +175,15 @@ class Controller:
         self._inbox.note(weights=folder, weight_version=how["version"])
         log.info("serving version %r of the weights, from %s", how["version"], folder)
         return {"weight_version": how["version"], "running": running}
+
+    def _read_lora(self, args: Args) -> Staged:
+        name = args["name"]
+        serve = self._adapters.read(name, args["folder"])
+        return Staged(args["token"], lambda _: {"lora": name, "weight_version": serve()})
+
+    def _unload_lora(self, args: Args) -> Args:
+        self._adapters.unload(args["name"])
+        return {}
 
     def _commit(self, args: Args) -> Args:
         staged, self._staged = self._staged, None

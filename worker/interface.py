@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +67,26 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: they are not those of this model, or cannot be read; nothing has changed.
         """
+        ...
+
+    def read_lora(self, name: str, folder: str) -> Callable[[], str]:
+        """Read an adapter and check it. Called on another thread, also while a step runs.
+
+        Returns:
+            What serves it under `name` from then on, and says its content id; called between two steps.
+
+        Raises:
+            InvalidRequest: it is not this model's, or cannot be read.
+            Conflict: no more may be loaded.
+        """
+        ...
+
+    def drop_lora(self, name: str) -> None:
+        """Serve an adapter no more; what runs with it goes on. Raises NotFound."""
+        ...
+
+    def loras(self) -> Mapping[str, str]:
+        """The content id of each loaded adapter by name: `add` runs a job with the one that its `model` names."""
         ...
 
     def retract(self) -> None:

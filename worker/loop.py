@@ -20,6 +20,7 @@ from ..shared.messages import Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import Append, TokenStream, Written
+from .adapters import PoolAdapters
 from .control import Controller
 from .interface import Engine, StepOutput
 from .pace import Pace
@@ -52,6 +53,7 @@ class Worker:
         client: Client,
         member: Membership,
         control: Controller,
+        adapters: PoolAdapters,
         *,
         owner: str,
         consumer: str,
@@ -67,6 +69,7 @@ class Worker:
         self._client = client
         self._member = member
         self._control = control
+        self._adapters = adapters
         self._owner = owner
         self._consumer = consumer
         self._pace = Pace(lease_s)
@@ -186,6 +189,7 @@ class Worker:
         rid = claim.job.rid
         self._let_go(rid)  # our own lease on it may have run out, and we be the next to claim it
         try:
+            self._adapters.admit(claim.job)
             produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
             self._engine.add(claim.job, produced)
         except RequestError as e:

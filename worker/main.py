@@ -15,6 +15,7 @@ from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
 from ..shared.store import open_store
 from ..shared.token_stream import TokenStream
+from .adapters import PoolAdapters
 from .card import load_card
 from .control import Controller
 from .interface import Engine
@@ -47,9 +48,11 @@ def run(settings: WorkerSettings) -> int:
         raise
     models = ServedModels(client, member, tokenizer)
     member.update(pool=engine.card.pool)
-    control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member.info.id, models)
+    adapters = PoolAdapters(engine, models)
+    control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member.info.id, models, adapters)
     try:
         control.join()
+        adapters.load(settings.adapters())
     except BaseException:
         member.leave(client)
         raise
@@ -67,6 +70,7 @@ def run(settings: WorkerSettings) -> int:
         client,
         member,
         control,
+        adapters,
         owner=owner,
         consumer=consumer,
         shards=store.shards,

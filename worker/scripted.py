@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ..shared.errors import ConfigError, InvalidRequest
+from ..shared.errors import ConfigError, InvalidRequest, NotFound
 from ..shared.messages import Finish, FinishType, GenerateJob, ModelCard, TokenLogprob
 from .interface import StepOutput
 from .settings import WorkerSettings
@@ -131,6 +131,15 @@ class ScriptedEngine:
 
     def read_weights(self, folder: str) -> Callable[[str], None]:
         raise InvalidRequest("a scripted worker has no weights", param="model_path")
+
+    def read_lora(self, name: str, folder: str) -> Callable[[], str]:
+        raise InvalidRequest("a scripted worker takes no adapter", param="lora_path")
+
+    def drop_lora(self, name: str) -> None:
+        raise NotFound("a scripted worker takes no adapter", param="lora_name")
+
+    def loras(self) -> Mapping[str, str]:
+        return {}
 
     def retract(self) -> None:
         """A replay has no K/V; it goes on where it stands."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..shared.settings import Bytes, StoreSettings
+from ..shared.settings import Bytes, StoreSettings, StrTuple
 
 
 class WorkerSettings(StoreSettings):
@@ -30,6 +30,11 @@ class WorkerSettings(StoreSettings):
     )
     attention_backend: Literal["auto", "torch"] = Field("auto", description="auto: compiled kernels where there are")
     deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
+    lora: StrTuple = Field(
+        (), description="NAME=DIR, a PEFT adapter of the model to serve as NAME; several may be given"
+    )
+    max_loras: int = Field(8, ge=0, description="adapters that may be loaded at a time")
+    max_lora_rank: int = Field(64, ge=1, description="largest rank of an adapter")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
     stream_interval: int = Field(1, ge=1, description="tokens per published chunk, after the first token")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get after SIGTERM")
@@ -40,6 +45,18 @@ class WorkerSettings(StoreSettings):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
             raise ValueError("should be auto, cpu, cuda or cuda:N")
         return value
+
+    @field_validator("lora")
+    @classmethod
+    def _lora(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for item in value:
+            if not all(item.partition("=")):
+                raise ValueError("should be NAME=DIR, a name and the folder of a PEFT adapter")
+        return value
+
+    def adapters(self) -> dict[str, str]:
+        """The folder of each adapter by name."""
+        return {name: folder for name, _, folder in (item.partition("=") for item in self.lora)}
 
     @model_validator(mode="after")
     def _budget(self) -> WorkerSettings:

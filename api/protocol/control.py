@@ -37,6 +37,18 @@ class UpdateWeightsRequest(PoolRequest):
     mode: Literal["abort", "retract", "in_place"] = "retract"
 
 
+class LoadLoraRequest(PoolRequest):
+    """An adapter as PEFT saves it, in a folder that every worker of the base model `model` sees. One that has the name
+    already is replaced; what runs with it goes on."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadLoraRequest(RequestModel):
+    lora_name: Annotated[str, Field(min_length=1)]
+
+
 class WorkerBody(TypedDict):
     """What one worker did."""
 

@@ -13,6 +13,7 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     root: str
+    parent: str | None  # of an adapter, its base model
     max_model_len: int
 
 
@@ -23,5 +24,6 @@ def model_body(card: ModelCard) -> ModelBody:
         "created": card.created,
         "owned_by": "headrace",
         "root": card.pool,
+        "parent": card.pool if card.lora else None,
         "max_model_len": card.context_length,
     }

@@ -13,7 +13,14 @@ from ...shared.ids import choices, shard_in
 from ..errors import json_response
 from ..openapi import json_body
 from ..plan import ID_PREFIX, Plan
-from ..protocol.control import AbortRequest, PauseRequest, PoolRequest, UpdateWeightsRequest
+from ..protocol.control import (
+    AbortRequest,
+    LoadLoraRequest,
+    PauseRequest,
+    PoolRequest,
+    UnloadLoraRequest,
+    UpdateWeightsRequest,
+)
 from ..services import Services
 from ..validation import parse
 from .requests import read_json, services_of, settings_of
@@ -52,6 +59,21 @@ async def update_weights_from_disk(request: Request) -> Response:
     return json_response(await control.change(card, "read_weights", {"folder": asked.model_path}, how))
 
 
+@router.post("/load_lora_adapter", openapi_extra=json_body(LoadLoraRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    """Serve an adapter of a model under a name of its own, on all its workers or on none."""
+    asked, control = parse(LoadLoraRequest, await _body(request)), services_of(request).control
+    what = {"name": asked.lora_name, "folder": asked.lora_path}
+    return json_response(await control.change(await control.card(asked.model), "read_lora", what, {}))
+
+
+@router.post("/unload_lora_adapter", openapi_extra=json_body(UnloadLoraRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Serve an adapter no more; what runs with it goes on."""
+    asked = parse(UnloadLoraRequest, await _body(request))
+    return json_response(await services_of(request).control.unload_lora(asked.lora_name))
+
+
 @router.post("/abort_request", openapi_extra=json_body(AbortRequest))
 async def abort_request(request: Request) -> Response:
     """End requests, waiting or running. Their clients read what was made so far, and that they were aborted."""
@@ -72,7 +94,7 @@ async def model_info(request: Request) -> Response:
     name = request.query_params.get("model")
     card = await services.backend.models.get(name) if name else await services.control.card(None)
     workers = [asdict(worker) for worker in await services.backend.control.workers(card.pool)]
-    shown = {k: v for k, v in asdict(card).items() if k not in ("chat_template", "tokenizer")}
+    shown = {k: v for k, v in asdict(card).items() if k not in ("chat_template", "tokenizer", "lora")}
     return json_response({**shown, "workers": workers})
 
 

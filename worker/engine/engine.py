@@ -18,11 +18,13 @@ from ...shared.messages import Finish, GenerateJob, ModelCard, TokenLogprob
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..settings import WorkerSettings
+from .adapter import read_adapter
 from .backends import make_backend
 from .blocks import BlockAllocator
 from .grammar import Grammar, Grammars
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .logprobs import grouped, most_scored, score
+from .lora import Adapters, linears
 from .memory import num_blocks
 from .prefix import cache_seed
 from .preparing import Preparing
@@ -65,6 +67,14 @@ class TransformersEngine:
         dtype = str(loaded.dtype).removeprefix("torch.")
         self.card = dataclasses.replace(card, vocab_size=loaded.vocab_size, dtype=dtype)
         self._scheduler, self._runner = _build(settings, self.card, loaded)
+        self._adapters = self._runner.adapters
+        self._read_adapter = partial(
+            read_adapter,
+            linears=linears(loaded.model),
+            max_rank=settings.max_lora_rank,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
         self._grammars = Grammars(tokenizer, self.card.vocab_size, self.card.eos_token_ids)
         self._preparing = Preparing(self._grammars)
         self._shared = settings.prefix_cache == "shared"
@@ -114,6 +124,22 @@ class TransformersEngine:
             self.card = dataclasses.replace(self.card, weight_version=version)
 
         return use
+
+    def read_lora(self, name: str, folder: str) -> Callable[[], str]:
+        self._adapters.check_room(name)
+        adapter = self._read_adapter(Path(folder))
+
+        def use() -> str:
+            self._adapters.add(name, adapter)
+            return adapter.id
+
+        return use
+
+    def drop_lora(self, name: str) -> None:
+        self._adapters.drop(name)
+
+    def loras(self) -> dict[str, str]:
+        return self._adapters.ids()
 
     def retract(self) -> None:
         self._scheduler.retract()
@@ -237,6 +263,7 @@ class TransformersEngine:
         if params.max_new_tokens is not None:
             room = min(room, len(job.input_ids) + params.max_new_tokens)
         self._arrivals += 1
+        adapter = self._adapters.get(job.model)
         scores = job.scores_prompt and not produced  # else they went out with the first of these
         return Sequence(
             job=job,
@@ -250,7 +277,12 @@ class TransformersEngine:
             reads_cache=not scores,
             max_chunk=most_scored(self.card.vocab_size) if scores else sys.maxsize,
             scored=[TokenLogprob(None)] * (job.logprob_start_len == 0) if scores else None,
-            cache_seed=cache_seed(job.model, "" if self._shared else job.tenant, self.card.weight_version),
+            adapter=adapter,
+            cache_seed=cache_seed(
+                adapter.id if adapter is not None else job.model,
+                "" if self._shared else job.tenant,
+                self.card.weight_version,
+            ),
         )
 
 
@@ -289,4 +321,5 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         fixed_chunks=settings.deterministic,
         prefix_cache=settings.prefix_cache != "off",
     )
-    return scheduler, ModelRunner(loaded.model, loaded.attention, backend, alone=settings.deterministic)
+    adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device)
+    return scheduler, ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=settings.deterministic)

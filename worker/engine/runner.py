@@ -12,6 +12,7 @@ from torch import nn
 from ...shared.errors import EngineError
 from .attention import AttentionBackend, PagedAttention
 from .batch import FlatBatch
+from .lora import Adapters
 from .scheduler import Slice
 
 
@@ -61,9 +62,11 @@ class ModelRunner:
         model: nn.Module,
         attention: PagedAttention,
         backend: AttentionBackend,
+        adapters: Adapters | None = None,
         *,
         alone: bool = False,
     ) -> None:
+        self.adapters = adapters or Adapters(model, limit=0, device=backend.pool.device)
         self._model = model
         self._attention = attention
         self._cache = backend.pool
@@ -84,7 +87,8 @@ class ModelRunner:
         self._attention.batch = batch.attention
         keep = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         try:
-            out = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keep)
+            with self.adapters.over(batch.slices):
+                out = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keep)
         finally:
             self._attention.batch = None
         return StepLogits.of(batch.slices, out.logits[0] if keep else out.logits[0, batch.logit_rows])
@@ -94,7 +98,8 @@ class ModelRunner:
         backend = self._attention.backend
         assert backend is not None
         self._attention.backend = None
-        return ModelRunner(model, attention, backend, alone=self._alone)
+        self.adapters.attach(model)
+        return ModelRunner(model, attention, backend, self.adapters, alone=self._alone)
 
     def check_device(self) -> None:
         """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from .adapter import Adapter
     from .grammar import Matcher
 
 
@@ -30,6 +31,7 @@ class Sequence:
     stop_ids: frozenset[int]
     seed: int
     arrival: int  # the older goes first within a lane
+    adapter: Adapter | None = None  # the one it runs with to its end, whatever is loaded under its name meanwhile
     cache_seed: bytes = b""  # see prefix.py; sequences of different seeds share no K/V
     media: tuple[tuple[int, bytes], ...] = ()  # (position, content hash) of inputs that stand for tokens
     reads_cache: bool = True  # False: the logits of every prompt token are wanted, so all are computed
