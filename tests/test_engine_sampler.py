@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from headrace.shared.messages import GenerateJob, SamplingParams, TokenLogprob
+from headrace.worker.engine.grammar import Masks
 from headrace.worker.engine.noise import gumbel, hash_tokens, row_keys
-from headrace.worker.engine.sampler import sample
+from headrace.worker.engine.sampler import Sample, Sampler
 from headrace.worker.engine.sequence import Row, Sequence, stop_ids
 
 VOCABULARY = 50
+DRAWS = 100_000
 CPU = torch.device("cpu")
 
 
@@ -39,14 +43,25 @@ def logits_of(vocabulary: int = VOCABULARY, seed: int = 3) -> torch.Tensor:
     return torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(logits: torch.Tensor, count: int, **params: Any) -> torch.Tensor:
+def sample(logits: torch.Tensor, rows: list[Row], masks: Masks | None = None) -> list[Sample]:
+    return Sampler(CPU).sample(logits, rows, masks)
+
+
+def draw(logits: torch.Tensor, count: int, allowed: torch.Tensor | None = None, **params: Any) -> torch.Tensor:
     """Draws with the seeds 0 … count - 1, as counts of each token."""
-    tokens: list[int] = []
-    for start in range(0, count, 2000):
-        rows = [row(seed=seed, **params) for seed in range(start, min(start + 2000, count))]
-        tokens += [s.token_id for s in sample(logits.repeat(len(rows), 1), rows) if s.token_id is not None]
-    assert len(tokens) == count
-    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0])
+    first, together = row(**params).sequence, 2000
+    rows = [Row(dataclasses.replace(first)) for _ in range(together)]
+    many, masks = logits.repeat(together, 1), None
+    if allowed is not None:
+        words = np.packbits(np.pad(allowed.numpy(), (0, -len(allowed) % 32)), bitorder="little").view(np.int32)
+        masks = Masks({one: place for place, one in enumerate(rows)}, np.tile(words, (together, 1)))
+    counts = torch.zeros(len(logits), dtype=torch.int64)
+    for start in range(0, count, together):
+        for seed, one in enumerate(rows, start):
+            one.sequence.seed = seed
+        tokens = [-1 if drawn.token_id is None else drawn.token_id for drawn in sample(many.clone(), rows, masks)]
+        counts += torch.bincount(torch.tensor(tokens), minlength=len(logits))
+    return counts
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,26 +74,72 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
     return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 30, "top_p": 0.6},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
 @pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.6},
-        {"temperature": 1.7},
-        {"top_k": 5},
-        {"top_p": 0.8},
-        {"min_p": 0.1},
-        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    ],
-    ids=str,
+    ("params", "vocabulary"), [(params, 50) for params in LIMITS] + [(params, 1500) for params in LIMITS[::3]], ids=str
 )
-@pytest.mark.parametrize("vocabulary", [50, 1500])
 def test_draws_follow_the_distribution(params: dict[str, Any], vocabulary: int) -> None:
-    logits, count = logits_of(vocabulary), 10_000
-    observed = draw(logits, count, **params)
+    logits = logits_of(vocabulary)
+    observed = draw(logits, DRAWS, **params)
     expected = filtered(logits, **params)
     assert not observed[expected == 0].any(), "a token that the limits exclude was drawn"
-    assert abs(chi_square(observed, expected * count)) < 5
+    assert abs(chi_square(observed, expected * DRAWS)) < 5
+
+
+OUTPUT = (3, 3, 3, 11, 12, 40)
+BIAS = ((0, 1.5), (7, -100.0), (33, -1.0))
+CHANGES: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": -1.1},
+    {"repetition_penalty": 1.6},
+    {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 0.8, "top_p": 0.9},
+    {"logit_bias": BIAS},
+    {"logit_bias": BIAS, "repetition_penalty": 1.3, "min_p": 0.05, "temperature": 0.8},
+    {"bad_words": ((20,), (12, 40, 5), (11, 21)), "stop_token_ids": (9,), "min_new_tokens": 7},
+]
+
+
+@pytest.mark.parametrize(
+    ("params", "masked"),
+    [(params, False) for params in CHANGES] + [(params, True) for params in ({}, *CHANGES[3::2])],
+    ids=str,
+)
+def test_draws_follow_what_is_left_after_penalties_biases_bans_and_masks(params: dict[str, Any], masked: bool) -> None:
+    logits = logits_of()
+    allowed = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(5)) < 0.6
+    wanted = changed(logits, **params)
+    if masked:
+        wanted[~allowed] = -torch.inf
+    expected = filtered(wanted, **{k: v for k, v in params.items() if k in ("temperature", "top_k", "top_p", "min_p")})
+    observed = draw(logits, DRAWS, allowed if masked else None, prompt=(1, 2, 45), output=OUTPUT, **params)
+    assert not observed[expected == 0].any(), "a token that is excluded was drawn"
+    assert abs(chi_square(observed, expected * DRAWS)) < 5
+
+
+def changed(logits: torch.Tensor, **s: Any) -> torch.Tensor:
+    """Penalties, bias and bans, one token after the other."""
+    out = logits.clone()
+    for token in range(VOCABULARY):
+        if token in (1, 2, 45, *OUTPUT) and (penalty := s.get("repetition_penalty")):
+            out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+        out[token] -= s.get("frequency_penalty", 0.0) * OUTPUT.count(token)
+        out[token] -= s.get("presence_penalty", 0.0) * (token in OUTPUT)
+        out[token] += dict(s.get("logit_bias", ())).get(token, 0.0)
+    if "bad_words" in s:
+        out[[20, 7, 9]] = -torch.inf  # 5 and 21 would follow other tokens than the last ones
+        out[5] = out[5] if OUTPUT[-2:] != (12, 40) else -torch.inf
+    return out
 
 
 def filtered(
@@ -177,10 +238,47 @@ def test_bias_bans_and_minimum() -> None:
     assert greedy_after(scores, row(output=(5, 5), **stops)) == 1
 
 
+def test_one_sampler_keeps_what_stays_and_sees_what_changes() -> None:
+    logits, sampler = logits_of().repeat(3, 1), Sampler(CPU)
+    rows = [row(seed=i, frequency_penalty=1.5, temperature=0.7 + i) for i in range(3)]
+    for step in range(40):
+        kept = rows[: 3 - step % 2]  # one comes and goes
+        drawn = sampler.sample(logits[: len(kept)].clone(), kept)
+        fresh = [dataclasses.replace(one.sequence, token_counts=None) for one in kept]
+        assert drawn == Sampler(CPU).sample(logits[: len(kept)].clone(), [Row(sequence) for sequence in fresh])
+        for one, sampled in zip(kept, drawn, strict=True):
+            assert sampled.token_id is not None
+            one.sequence.append(sampled.token_id)
+
+
+def test_a_row_after_guesses_is_the_row_after_the_same_tokens() -> None:
+    kinds: dict[str, Any] = {"frequency_penalty": 0.9, "repetition_penalty": 1.4, "bad_words": ((4, 5),)}
+    guessed = [Row(row(output=(3, 4, 4), **kinds).sequence, draft) for draft in ((), (4,), (4, 9), (4, 9, 9))]
+    said = [row(output=(3, 4, 4, *one.draft), **kinds) for one in guessed]
+    logits = logits_of().repeat(4, 1)
+    assert sample(logits.clone(), guessed) == sample(logits.clone(), said)
+
+
+def test_named_tokens_and_exclusion() -> None:
+    logits = logits_of()
+    plain = row(tops=0).sequence
+    named = Row(dataclasses.replace(plain, job=dataclasses.replace(plain.job, token_ids_logprob=(5, 5, 8))))
+    (told,) = sample(logits[None].clone(), [named])
+    assert told.logprob is not None
+    assert [token for token, _ in told.logprob.asked] == [5, 5, 8]
+    assert [value for _, value in told.logprob.asked] == pytest.approx(
+        logits.log_softmax(-1)[[5, 5, 8]].tolist(), abs=1e-5
+    )
+    nothing = row(bad_words=tuple((i,) for i in range(VOCABULARY)))
+    dead, fine = sample(logits.repeat(2, 1), [nothing, row(temperature=0.0)])
+    assert dead == Sample(None, excluded=True)
+    assert fine.token_id == int(logits.argmax())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_give_no_token_and_spare_the_neighbours(bad: float) -> None:
     logits = torch.stack([logits_of(), logits_of()])
     logits[0, 17] = bad
     broken, fine = sample(logits, [row(tops=2), row(temperature=0.0)])
-    assert broken.token_id is None
+    assert broken == Sample(None)
     assert fine.token_id == int(logits_of().argmax())

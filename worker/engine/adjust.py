@@ -1,7 +1,8 @@
 """Changes to logits that depend on a request's own tokens: penalties, biases, bans.
 
-Each kind gathers (row, token, value) triples on the host and applies them in one indexed operation, so that the cost
-goes with the tokens concerned and not with rows times vocabulary.
+Each kind gathers the (row, token) pairs it concerns on the host and applies them in one indexed operation, so that the
+cost goes with the tokens concerned and not with rows times vocabulary. What a sequence has said is counted as it says
+it, once.
 """
 
 from __future__ import annotations
@@ -9,102 +10,139 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...shared.messages import SamplingParams
-from .sequence import Row
+from .sequence import Row, Sequence
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
 
-def needs_adjusting(sequence: Row) -> bool:
-    """Whether `adjust` would change this sequence's logits now."""
-    s = sequence.params
-    return bool(_penalised(s) or s.logit_bias or s.bad_words or sequence.num_output_tokens < s.min_new_tokens)
+def may_need_adjusting(s: SamplingParams) -> bool:
+    """Whether `adjust` ever changes the logits of a request."""
+    return bool(_penalised(s) or s.logit_bias or s.bad_words or s.min_new_tokens)
 
 
-def adjust(logits: torch.Tensor, sequences: Rows[Row]) -> None:
-    """Change `logits` [S, V] float32 in place: repetition, frequency and presence penalties, then bias, then bans.
+def adjust(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
+    """Change `logits` [S, V] float32 in place: penalties, then biases, then bans. `rows` are those of the S that may
+    need it, each with its place.
 
     Repetition looks at prompt and output (as in transformers), frequency and presence at the output alone (as OpenAI
     defines them).
     """
-    _repetition(logits, sequences)
-    _frequency_and_presence(logits, sequences)
-    _bias(logits, sequences)
-    _ban(logits, sequences)
+    _penalise(logits, [(place, row) for place, row in rows if _penalised(row.params)])
+    _bias(logits, [(place, row) for place, row in rows if row.params.logit_bias])
+    _ban(logits, rows)
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often each stands in its output."""
+
+    def __init__(self, prompt_ids: Rows[int]) -> None:
+        self._ids: Ints = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        self._counts: Floats = np.zeros(len(self._ids), dtype=np.float32)
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self._seen = 0  # output tokens
+
+    def of(self, row: Row) -> tuple[Ints, Floats]:
+        """Ids and counts as of the row. They are good until the next call."""
+        self._add(row.sequence.token_ids[row.sequence.num_prompt_tokens + self._seen :])
+        if row.draft:
+            return self._with(row.draft)
+        return self._ids[: len(self._places)], self._counts[: len(self._places)]
+
+    def _add(self, token_ids: Rows[int]) -> None:
+        for token in token_ids:
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty(max(place, 64), dtype=np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(max(place, 64), dtype=np.float32)])
+            self._ids[place] = token
+            self._counts[place] += 1
+        self._seen += len(token_ids)
+
+    def _with(self, draft: Rows[int]) -> tuple[Ints, Floats]:
+        count = len(self._places)
+        new = np.array(sorted(set(draft).difference(self._places)), dtype=np.int64)
+        ids = np.concatenate([self._ids[:count], new])
+        counts = np.concatenate([self._counts[:count], np.zeros(len(new), dtype=np.float32)])
+        for token in draft:
+            place = self._places.get(token)
+            counts[place if place is not None else count + int(np.searchsorted(new, token))] += 1
+        return ids, counts
 
 
 def _penalised(s: SamplingParams) -> bool:
     return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
 
 
-def _repetition(logits: torch.Tensor, sequences: Rows[Row]) -> None:
-    triples = _Triples()
-    for row, sequence in enumerate(sequences):
-        if sequence.params.repetition_penalty != 1.0:
-            triples.add(row, np.unique(sequence.token_ids), sequence.params.repetition_penalty)
-    if index := triples.index(logits):
-        old, penalty = logits[index], triples.values(logits)
-        logits[index] = torch.where(old > 0, old / penalty, old * penalty)
+def _counts_of(sequence: Sequence) -> TokenCounts:
+    if sequence.token_counts is None:
+        sequence.token_counts = TokenCounts(sequence.prompt_ids)
+    return sequence.token_counts
 
 
-def _frequency_and_presence(logits: torch.Tensor, sequences: Rows[Row]) -> None:
-    triples = _Triples()
-    for row, sequence in enumerate(sequences):
-        s = sequence.params
-        if sequence.num_output_tokens and (s.frequency_penalty != 0.0 or s.presence_penalty != 0.0):
-            ids, counts = np.unique(sequence.output_ids, return_counts=True)
-            triples.add(row, ids, s.frequency_penalty * counts + s.presence_penalty)
-    if index := triples.index(logits):
-        logits[index] -= triples.values(logits)
+def _penalise(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
+    if not rows:
+        return
+    told = [_counts_of(row.sequence).of(row) for _, row in rows]
+    pairs = _Pairs([place for place, _ in rows], [ids for ids, _ in told], logits.device)
+    counts = pairs.values(np.concatenate([counts for _, counts in told]))
+    params = [row.params for _, row in rows]
+    repetition = pairs.spread([s.repetition_penalty for s in params])
+    frequency = pairs.spread([s.frequency_penalty for s in params])
+    presence = pairs.spread([s.presence_penalty for s in params])
+    old = logits[pairs.index]
+    repeated = torch.where(old > 0, old / repetition, old * repetition)
+    logits[pairs.index] = repeated - frequency * counts - presence * (counts > 0)
 
 
-def _bias(logits: torch.Tensor, sequences: Rows[Row]) -> None:
-    triples = _Triples()
-    for row, sequence in enumerate(sequences):
-        if bias := dict(sequence.params.logit_bias):
-            triples.add(row, np.fromiter(bias, dtype=np.int64), np.fromiter(bias.values(), dtype=np.float64))
-    if index := triples.index(logits):
-        logits[index] += triples.values(logits)
+def _bias(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
+    if not rows:
+        return
+    biases = [dict(row.params.logit_bias) for _, row in rows]
+    ids = [np.fromiter(bias, dtype=np.int64, count=len(bias)) for bias in biases]
+    pairs = _Pairs([place for place, _ in rows], ids, logits.device)
+    logits[pairs.index] += pairs.values(np.array([v for bias in biases for v in bias.values()], dtype=np.float32))
 
 
-def _ban(logits: torch.Tensor, sequences: Rows[Row]) -> None:
-    triples = _Triples()
-    for row, sequence in enumerate(sequences):
-        if banned := _banned(sequence):
-            triples.add(row, np.array(sorted(banned)), -np.inf)
-    if index := triples.index(logits):
-        logits[index] = -torch.inf
+def _ban(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
+    banned = [(place, tokens) for place, row in rows if (tokens := _banned(row))]
+    if banned:
+        ids = [np.array(sorted(tokens), dtype=np.int64) for _, tokens in banned]
+        logits[_Pairs([place for place, _ in banned], ids, logits.device).index] = -torch.inf
 
 
-def _banned(sequence: Row) -> set[int]:
+def _banned(row: Row) -> set[int]:
     """Tokens that may not come next: stops before min_new_tokens, and the last token of each bad word begun."""
-    s, output = sequence.params, sequence.output_ids
-    banned = set(sequence.sequence.stop_ids) if len(output) < s.min_new_tokens else set()
-    for word in s.bad_words:
-        *beginning, last = word
-        if len(output) >= len(beginning) and output[len(output) - len(beginning) :] == beginning:
-            banned.add(last)
+    s = row.params
+    banned = set(row.sequence.stop_ids) if row.num_output_tokens < s.min_new_tokens else set()
+    if s.bad_words:
+        longest = max(map(len, s.bad_words)) - 1
+        output = row.output_tail(longest)
+        for word in s.bad_words:
+            *beginning, last = word
+            if len(output) >= len(beginning) and output[len(output) - len(beginning) :] == beginning:
+                banned.add(last)
     return banned
 
 
-class _Triples:
-    """(row, token, value) lists of several rows; each pair of row and token at most once."""
+class _Pairs:
+    """(row, token) pairs of several rows, as an index of the logits; no pair stands twice."""
 
-    def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
-        self._ids: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
+    def __init__(self, places: Rows[int], ids: Rows[Ints], device: torch.device) -> None:
+        self._lengths = [len(one) for one in ids]
+        self._device = device
+        self.index = self._tensor(np.repeat(np.array(places), self._lengths)), self._tensor(np.concatenate(ids))
 
-    def add(self, row: int, ids: np.ndarray, values: np.ndarray | float) -> None:
-        self._rows.append(np.full(len(ids), row))
-        self._ids.append(ids)
-        self._values.append(np.broadcast_to(values, len(ids)))
+    def values(self, values: Floats) -> torch.Tensor:
+        return self._tensor(values)
 
-    def index(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self._rows:
-            return None
-        rows, ids = np.concatenate(self._rows), np.concatenate(self._ids)
-        return torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids.astype(np.int64)).to(logits.device)
+    def spread(self, values: Rows[float]) -> torch.Tensor:
+        """A value of each row at all its pairs."""
+        return self._tensor(np.repeat(np.array(values, dtype=np.float32), self._lengths))
 
-    def values(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self._values).astype(np.float32)).to(logits.device)
+    def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

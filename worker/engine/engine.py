@@ -29,7 +29,7 @@ from .memory import num_blocks
 from .prefix import cache_seed
 from .preparing import Preparing
 from .runner import ModelRunner
-from .sampler import Sample, sample
+from .sampler import Sample, Sampler
 from .scheduler import Scheduler, Slice
 from .sequence import Sequence, stop_ids
 from .weights import blueprint, read_beside
@@ -77,6 +77,7 @@ class TransformersEngine:
         )
         self._grammars = Grammars(tokenizer, self.card.vocab_size, self.card.eos_token_ids)
         self._preparing = Preparing(self._grammars)
+        self._sampler = Sampler(loaded.device)
         self._shared = settings.prefix_cache == "shared"
         self._arrivals = 0
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
@@ -205,7 +206,7 @@ class TransformersEngine:
         if not computed.sampled:
             return [], []
         rows = [row for piece in computed.sampled for row in piece.rows]
-        return computed.sampled, sample(computed.logits, rows, masks)
+        return computed.sampled, self._sampler.sample(computed.logits, rows, masks)
 
     def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """Take a sampled token: append it, and end the sequence where it must end."""

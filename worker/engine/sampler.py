@@ -3,27 +3,25 @@
     logits ─► penalties, bias, bans, grammar ─► / temperature ─► top-k, top-p, min-p ─► + Gumbel noise ─► argmax
       └─► log-probabilities, of the model's own distribution: before anything above
 
-Rows never look at each other: what a row draws does not depend on which others are in the step.
+Rows never look at each other: what a row draws does not depend on which others are in the step. From the temperature
+on it is one kernel.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 
 from ...shared.messages import TokenLogprob
-from .adjust import adjust, needs_adjusting
+from .adjust import adjust, may_need_adjusting
 from .grammar import Masks
 from .logprobs import logprobs_of
-from .noise import gumbel, hash_tokens, row_keys
-from .sequence import Row
-
-# How many of the most likely tokens are tried for top-k, top-p and min-p before more are: sorting a whole vocabulary
-# costs more than the model's own step on a CPU.
-_CANDIDATES = (64, 1024)
-_BROKEN, _EXCLUDED = -1, -2  # in the place of a token
+from .noise import row_keys
+from .sequence import Row, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,111 +34,96 @@ class Sample:
     excluded: bool = False
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Rows[Row], masks: Masks | None = None) -> list[Sample]:
-    """Sample one token per row. `logits` [S, V] float32 is used up. `masks` are those of the rows with a grammar."""
-    best, tokens = logits.max(-1)  # NaN wins a max, so one look tells the greedy token and whether all is finite
-    asked = [row for row, sequence in enumerate(sequences) if sequence.job.return_logprob]
-    logprobs = logits[asked].log_softmax(-1) if asked else None
-    if masks is not None or not all(row.params.greedy and not needs_adjusting(row) for row in sequences):
-        tokens = _choose(logits, sequences, masks)
-    chosen = torch.where(best.isfinite(), tokens, _BROKEN).tolist()
-    told: dict[int, TokenLogprob] = {}
-    if logprobs is not None:
-        jobs = [sequences[row].job for row in asked]
-        told = dict(zip(asked, logprobs_of(logprobs, [max(chosen[row], 0) for row in asked], jobs), strict=True))
-    return [
-        Sample(token, told.get(row)) if token >= 0 else Sample(None, excluded=token == _EXCLUDED)
-        for row, token in enumerate(chosen)
-    ]
+class Sampler:
+    """Samples a step; what does not change from one step to the next is kept.
 
+    Args:
+        device: of the logits. Its kernel is compiled now, where it never was, and not under the first request.
+    """
 
-def _choose(logits: torch.Tensor, sequences: Rows[Row], masks: Masks | None) -> torch.Tensor:
-    """Tokens [S] where some row is not plainly greedy."""
-    adjust(logits, sequences)
-    if masks is not None:
-        masks.apply(logits, sequences)
-    best, tokens = logits.max(-1)
-    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
-    if rows:
-        drawn = [sequences[row] for row in rows]
-        temperatures = torch.tensor([[s.params.temperature] for s in drawn], device=logits.device)
-        scaled = logits.div_(temperatures) if len(rows) == len(sequences) else logits[rows] / temperatures
-        tokens[rows] = _draw(scaled, drawn)
-    return torch.where(best == -torch.inf, _EXCLUDED, tokens)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._columns: _Columns | None = None
+        one = torch.ones(1, device=device)
+        self._draw(one[None], _Columns([], one, one.int(), one, one, [0], [], []), [0])
 
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Rows[Row], masks: Masks | None = None) -> list[Sample]:
+        """Sample one token per row.
 
-def _draw(scaled: torch.Tensor, sequences: Rows[Row]) -> torch.Tensor:
-    """Draw from softmax(scaled) [R, V] as each row's top-k, top-p and min-p allow; returns [R] int64."""
-    device, vocabulary = scaled.device, scaled.shape[1]
-    keys = row_keys([s.sequence.seed for s in sequences], [s.num_output_tokens for s in sequences], device)
-    tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
-    limited = torch.tensor([_limited(s) for s in sequences], device=device)
-    open_rows, rows = (~limited).nonzero()[:, 0], limited.nonzero()[:, 0]
-    if open_rows.numel():
-        tokens[open_rows] = _draw_open(scaled[open_rows], keys[open_rows])
-    limits = _Limits.of(sequences, vocabulary, device)
-    for count in (*_CANDIDATES, vocabulary):
-        if not rows.numel():
-            break
-        picked, settled = _draw_limited(scaled[rows], keys[rows], limits.at(rows), min(count, vocabulary))
-        tokens[rows[settled]] = picked[settled]
-        rows = rows[~settled]
-    return tokens
+        Args:
+            logits: [S, V] float32; used up.
+            masks: of the rows with a grammar.
+        """
+        columns = self._columns_of(rows)
+        asked = columns.asked
+        logprobs = logits[asked].log_softmax(-1) if asked else None
+        if columns.adjusted:
+            adjust(logits, [(place, rows[place]) for place in columns.adjusted])
+        if masks is not None:
+            masks.apply(logits, rows)
+        tokens = self._draw(logits, columns, [row.num_output_tokens for row in rows]).tolist()
+        told: dict[int, TokenLogprob] = {}
+        if logprobs is not None:
+            chosen = [max(tokens[place], 0) for place in asked]
+            told = dict(zip(asked, logprobs_of(logprobs, chosen, [rows[place].job for place in asked]), strict=True))
+        return [
+            Sample(token, told.get(place)) if token >= 0 else Sample(None, excluded=_excluded(logits[place]))
+            for place, token in enumerate(tokens)
+        ]
 
+    def _columns_of(self, rows: Rows[Row]) -> _Columns:
+        sequences = [row.sequence for row in rows]
+        if self._columns is None or self._columns.sequences != sequences:
+            self._columns = _Columns.of(sequences, self._device)
+        return self._columns
 
-def _draw_open(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw from the whole vocabulary. On a CPU row by row, so that the noise stays in the cache while it is made."""
-    hashes = hash_tokens(torch.arange(scaled.shape[1], device=scaled.device)[None])
-    if scaled.device.type != "cpu":
-        return (scaled + gumbel(keys, hashes)).argmax(-1)
-    return torch.stack([(row + gumbel(key[None], hashes)[0]).argmax() for row, key in zip(scaled, keys, strict=True)])
-
-
-def _limited(sequence: Row) -> bool:
-    s = sequence.params
-    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0
+    def _draw(self, logits: torch.Tensor, columns: _Columns, positions: Rows[int]) -> torch.Tensor:
+        """[S] int64; -1 where a row has no token to take."""
+        keys = row_keys(columns.seeds, positions, self._device)
+        limits = columns.top_ks, columns.top_ps, columns.min_ps
+        return _kernel(self._device.type)(logits.contiguous(), columns.temperatures, *limits, keys)
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """Columns [R, 1]: `top_k` int64 (the vocabulary where there is none), `top_p` and `min_p` float32."""
+class _Columns:
+    """The parameters of a step's rows, as tensors [S], and which rows want more than a draw."""
 
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
+    sequences: list[Sequence]
+    temperatures: torch.Tensor  # 0: greedy
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    seeds: list[int]
+    asked: list[int]  # rows that want logprobs
+    adjusted: list[int]  # rows that may need penalties, biases or bans
 
     @classmethod
-    def of(cls, sequences: Rows[Row], vocabulary: int, device: torch.device) -> _Limits:
-        params = [s.params for s in sequences]
-        top_k = [[s.top_k if 0 < s.top_k < vocabulary else vocabulary] for s in params]
-        columns = ([[s.top_p] for s in params], [[s.min_p] for s in params])
-        return cls(torch.tensor(top_k, device=device), *(torch.tensor(column, device=device) for column in columns))
+    def of(cls, sequences: list[Sequence], device: torch.device) -> _Columns:
+        params = [sequence.params for sequence in sequences]
+        return cls(
+            sequences,
+            torch.tensor([0.0 if s.greedy else s.temperature for s in params], device=device),
+            torch.tensor([max(s.top_k, 0) for s in params], dtype=torch.int32, device=device),
+            torch.tensor([s.top_p for s in params], device=device),
+            torch.tensor([s.min_p for s in params], device=device),
+            [sequence.seed for sequence in sequences],
+            [place for place, sequence in enumerate(sequences) if sequence.job.return_logprob],
+            [place for place, s in enumerate(params) if may_need_adjusting(s)],
+        )
 
-    def at(self, rows: torch.Tensor) -> _Limits:
-        return _Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+@functools.cache
+def _kernel(device_type: str) -> Callable[..., torch.Tensor]:
+    if device_type == "cpu":
+        from ...kernels.cpu.sample import sample
+
+        return sample
+    from ...kernels.sample import sample as triton_sample
+
+    return triton_sample
 
 
-def _draw_limited(
-    scaled: torch.Tensor, keys: torch.Tensor, limits: _Limits, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among the `count` most likely tokens.
-
-    Returns:
-        Tokens [R], and [R] bool: whether those tokens are all that the row's limits keep. Where not, `count` was too
-        small and the draw is void.
-    """
-    vocabulary = scaled.shape[1]
-    values, ids = scaled.topk(count)
-    kept = torch.arange(count, device=scaled.device)[None] < limits.top_k
-    # top-p is a share of what top-k left over.
-    among = values.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
-    total = torch.where(limits.top_k < vocabulary, among, scaled.logsumexp(-1, keepdim=True))
-    probabilities = (values - total).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    kept &= (before < limits.top_p) & (probabilities >= limits.min_p * probabilities[:, :1])
-    kept[:, 0] = True  # rounding must not empty a row
-    noisy = (values + gumbel(keys, hash_tokens(ids))).masked_fill_(~kept, -torch.inf)
-    tokens = ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
-    enough = (limits.top_k <= count)[:, 0]
-    return tokens, enough | ((limits.top_k == vocabulary)[:, 0] & ~kept[:, -1])
+def _excluded(logits: torch.Tensor) -> bool:
+    """Whether a row [V] has nothing left, and nothing that is not a number."""
+    return bool((logits == -torch.inf).all())

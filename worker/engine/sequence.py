@@ -11,6 +11,7 @@ from ...shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, Sampli
 
 if TYPE_CHECKING:
     from .adapter import Adapter
+    from .adjust import TokenCounts
     from .grammar import Matcher
 
 
@@ -50,6 +51,7 @@ class Sequence:
     cached_tokens: int | None = None  # prompt tokens found in the cache when it first started
     announced: bool = False  # whether an output has been sent for it
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
+    token_counts: TokenCounts | None = None  # where it has penalties
     max_chunk: int = sys.maxsize  # tokens of it that one step may prefill
     scored: list[TokenLogprob] | None = None  # of its prompt, as far as they are known; None where nobody asked
 
@@ -147,6 +149,11 @@ class Row:
     @property
     def output_ids(self) -> list[int]:
         return [*self.sequence.output_ids, *self.draft]
+
+    def output_tail(self, count: int) -> list[int]:
+        """The last `count` output ids, or all there are."""
+        first = max(self.sequence.num_prompt_tokens, len(self.sequence.token_ids) - count)
+        return [*self.sequence.token_ids[first:], *self.draft][-count:] if count else []
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: Ids[int], vocab_size: int) -> frozenset[int]:
