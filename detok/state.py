@@ -49,6 +49,7 @@ class DecodeState:
         "_snapshot",
         "_stops",
         "_vocab",
+        "_weight_version",
         "consumed",
         "finish",
         "offset",
@@ -69,6 +70,7 @@ class DecodeState:
         self._ids: list[int] = []
         self._logprobs: list[TextLogprob] = []
         self._prompt: tuple[TextLogprob, ...] | None = None  # waits for the first chunk
+        self._weight_version: str | None = None
         self._snapshot = self._take_snapshot()
 
     def push(self, chunk: TokenChunk) -> TextChunk | None:
@@ -88,6 +90,8 @@ class DecodeState:
             return None
         if chunk.cached_tokens is not None:
             self._cached_tokens = chunk.cached_tokens
+        if chunk.weight_version is not None:
+            self._weight_version = chunk.weight_version
         if chunk.prompt is not None and self.consumed == 0:
             self._prompt = tuple(map(self._text_logprob, chunk.prompt.token_ids, chunk.prompt.logprobs))
         text, used, matched = self._read(ids, ended)
@@ -172,6 +176,7 @@ class DecodeState:
             logprobs=tuple(self._logprobs) if self._params.return_logprob else None,
             prompt_logprobs=self._prompt,
             finish=self.finish,
+            weight_version=self._weight_version,
         )
         self._ids.clear()
         self._logprobs.clear()
@@ -181,10 +186,20 @@ class DecodeState:
 
     def _take_snapshot(self) -> Snapshot:
         partial = self._stops.partial if self._stops is not None else ""
-        return (STATE_VERSION, self.published, self.offset, self._cached_tokens, partial, self._decoder.snapshot())
+        place = (STATE_VERSION, self.published, self.offset, self._cached_tokens, partial, self._decoder.snapshot())
+        return place if self._weight_version is None else (*place, self._weight_version)
 
-    def _restore(self, published: int, offset: int, cached_tokens: int, partial: str, decoder: Sequence[Any]) -> None:
+    def _restore(
+        self,
+        published: int,
+        offset: int,
+        cached_tokens: int,
+        partial: str,
+        decoder: Sequence[Any],
+        weight_version: str | None = None,
+    ) -> None:
         self.consumed = self.published = published
+        self._weight_version = weight_version
         self.offset, self._cached_tokens = offset, cached_tokens
         if self._stops is not None:
             self._stops.restore(partial)

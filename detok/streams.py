@@ -149,4 +149,5 @@ def merge(chunks: Sequence[TokenChunk]) -> TokenChunk:
         last.finish,
         next((chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None), None),
         first.prompt,
+        next((chunk.weight_version for chunk in reversed(chunks) if chunk.weight_version is not None), None),
     )

@@ -104,7 +104,7 @@ class JobQueue:
 
     def fail(self, owner: str, rid: str, epoch: int, produced: int, finish: Finish) -> None:
         """End a request that this owner holds, after its `produced` tokens."""
-        args = (owner, 0, rid, epoch, produced, 0, "", "", "", "", finish.encode())
+        args = (owner, 0, rid, epoch, produced, 0, "", "", "", "", "", finish.encode())
         self._scripts.call(Call("append", shard_in(rid), args))
 
     def release(self, owner: str, held: Iterable[tuple[str, int]]) -> int:

@@ -35,7 +35,8 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:batch*, hr:file*, hr:upload*  …        on the control Redis: api/batches/store.py, api/files/store.py, uploads.py
 
 Entries of `t:<rid>`: `t` ids in decimal, `lp` their logprobs (JSON), `ct` cached prompt tokens,
-`pl` ids and logprobs of the prompt's tokens, in the first entry; the end marker: `fin`.
+`pl` ids and logprobs of the prompt's tokens, in the first entry, `wv` the version of the weights that made these tokens
+and those that follow, where it is another than before (at first: `default`); the end marker: `fin`.
 Entries of `x:<rid>`: `d` text, `m` the rest of its TextChunk (JSON).
 
 Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)

@@ -24,6 +24,7 @@ Lane = Literal["rt", "std", "batch"]
 LANES: tuple[Lane, ...] = ("rt", "std", "batch")  # in the order in which workers serve them
 FinishType = Literal["stop", "length", "abort", "error"]
 
+DEFAULT_VERSION = "default"  # of weights that were never updated
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
 GRAMMARS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")  # at most one is set
@@ -230,6 +231,7 @@ class TokenChunk:
     finish: Finish | None = None
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; on the first chunk only
     prompt: PromptLogprobs | None = None  # on the first chunk only
+    weight_version: str | None = None  # of the weights that made these tokens, where it is another than before
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,7 @@ class TextChunk:
     logprobs: tuple[TextLogprob, ...] | None = None
     prompt_logprobs: tuple[TextLogprob, ...] | None = None  # on the first chunk only
     finish: Finish | None = None
+    weight_version: str | None = None  # of the weights that made the newest token; None: "default"
 
     @property
     def end(self) -> int:
@@ -291,7 +294,7 @@ class TextChunk:
 
     def encode_meta(self) -> bytes:
         """All but the text and its place, as one line of JSON."""
-        names = ("usage", "token_ids", "logprobs", "prompt_logprobs", "finish")
+        names = ("usage", "token_ids", "logprobs", "prompt_logprobs", "finish", "weight_version")
         meta = {name: getattr(self, name) for name in names}
         return orjson.dumps({k: v for k, v in meta.items() if v is not None})
 
@@ -316,7 +319,7 @@ class ModelCard:
     generation_config: dict[str, Any] = field(default_factory=dict)
     architecture: str = ""
     dtype: str = ""
-    weight_version: str = "default"
+    weight_version: str = DEFAULT_VERSION
     lora: str = ""  # the folder of the adapter that this name stands for, as workers of the pool see it; "": the base
     task: Literal["generate", "embed"] = "generate"
     created: int = 0  # Unix seconds

@@ -110,7 +110,7 @@ def _encode(write: Append) -> tuple[str | bytes | int, ...]:
     return (
         *(chunk.rid, write.epoch, chunk.start, len(chunk.token_ids), ",".join(map(str, chunk.token_ids)), logprobs),
         *("" if chunk.cached_tokens is None else chunk.cached_tokens, prompt),
-        chunk.finish.encode() if chunk.finish else b"",
+        *(chunk.weight_version or b"", chunk.finish.encode() if chunk.finish else b""),
     )
 
 
@@ -132,7 +132,9 @@ def _decode(rid: str, position: int, entries: Sequence[tuple[bytes, dict[bytes, 
         ids = tuple(int(i) for i in fields[b"t"].split(b",")) if fields[b"t"] else ()
         logprobs = _decode_logprobs(fields[b"lp"]) if b"lp" in fields else None
         cached = int(fields[b"ct"]) if b"ct" in fields else None
-        chunks.append(TokenChunk(rid, position, ids, logprobs, cached_tokens=cached, prompt=_decode_prompt(fields)))
+        version = fields[b"wv"].decode() if b"wv" in fields else None
+        prompt = _decode_prompt(fields)
+        chunks.append(TokenChunk(rid, position, ids, logprobs, None, cached, prompt, version))
         position += len(ids)
     return chunks
 

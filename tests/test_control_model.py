@@ -82,8 +82,9 @@ def test_under_load_each_output_is_one_models_then_the_others(control: Control, 
     with ThreadPoolExecutor(len(prompts)) as threads:
         running = [threads.submit(answer, control, prompt, count) for prompt in prompts]
         update(control, folders["v1"], mode="retract")
-        update(control, folders["v2"], mode="retract")
-        outputs = [future.result()["output_ids"] for future in running]
+        update(control, folders["v2"], mode="retract")  # a version is named after its folder
+        answers = [future.result() for future in running]
+    outputs = [each["output_ids"] for each in answers]
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == count
         done = 0
@@ -91,6 +92,8 @@ def test_under_load_each_output_is_one_models_then_the_others(control: Control, 
             rest = reference(folders[name], [*prompt, *output[:done]], count - done)[0]
             done += next((i for i, (a, b) in enumerate(zip(rest, output[done:], strict=True)) if a != b), len(rest))
         assert done == count
+        assert name in folders
+        assert answers[prompts.index(prompt)]["meta_info"]["weight_version"] == name
 
 
 def test_what_one_worker_cannot_read_no_worker_uses(control: Control, folders: dict[str, Path], tmp_path: Path) -> None:

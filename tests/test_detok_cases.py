@@ -231,6 +231,19 @@ def test_logprobs_of_the_prompt_come_once_with_the_first_chunk() -> None:
     assert scored.prompt_logprobs == told
 
 
+def test_the_weights_that_made_the_newest_token_are_told_also_by_a_successor() -> None:
+    def told(state: DecodeState, start: int, version: str | None = None) -> str | None:
+        chunk = state.push(TokenChunk("r", start, tuple(BYTES.ids("a")), weight_version=version))
+        assert chunk is not None
+        assert TextChunk.decode("r", chunk.offset, chunk.seq, b"a", chunk.encode_meta()) == chunk
+        return chunk.weight_version
+
+    state = DecodeState("r", params(), BYTES_VOCAB)
+    assert [told(state, 0), told(state, 1, "two"), told(state, 2)] == [None, "two", "two"]
+    successor = DecodeState.decode(state.encode(), "r", params(), BYTES_VOCAB)
+    assert [told(successor, 3), told(successor, 4, "three")] == ["two", "three"]
+
+
 def test_27_the_bytes_of_a_character_in_four_tokens() -> None:
     given = [TokenLogprob(-1.0)] * 5
     ids = [*BYTES.spelled("😊"), *BYTES.ids("<|im_end|>")]

@@ -16,7 +16,7 @@ from ..shared import keys
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client
 from ..shared.errors import ProtocolError, RequestError, StoreUnavailable
 from ..shared.job_queue import Claim, JobQueue
-from ..shared.messages import Finish, PromptLogprobs, TokenChunk, TokenLogprob
+from ..shared.messages import DEFAULT_VERSION, Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import Append, TokenStream, Written
@@ -39,6 +39,8 @@ class Held:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int | None = None  # waits for the first chunk
     prompt: PromptLogprobs | None = None  # likewise
+    weight_version: str = ""  # of the weights that made the newest token
+    told_version: str = ""  # the one that was published last; "": of what another worker published we do not know
     fresh: bool = True  # no token published since the claim: the first one goes at once
 
 
@@ -200,7 +202,9 @@ class Worker:
             self._fail(claim, Finish("error", message="The request's tokens were lost; send it again."))
             return
         # Not before the engine has it: what an outage kept from it must not be held, for `recover` to give it back.
-        self._held[rid] = Held(claim.epoch, claim.produced, time.monotonic())
+        self._held[rid] = Held(
+            claim.epoch, claim.produced, time.monotonic(), told_version="" if claim.produced else DEFAULT_VERSION
+        )
         if claim.suspect:
             self._suspect = rid
 
@@ -214,7 +218,7 @@ class Worker:
             held = self._held.get(output.rid)
             if held is None:
                 continue
-            self._collect(held, output)
+            self._collect(held, output, self._engine.card.weight_version)
             enough = 1 if held.fresh else self._interval
             if output.finish or len(held.token_ids) >= enough:
                 writes.append(self._write(output.rid, held, output.finish, now))
@@ -226,8 +230,10 @@ class Worker:
         self._tokens.begin_append(writes)
 
     @staticmethod
-    def _collect(held: Held, output: StepOutput) -> None:
+    def _collect(held: Held, output: StepOutput, version: str) -> None:
         held.token_ids.extend(output.token_ids)
+        if output.token_ids:
+            held.weight_version = version
         if output.logprobs is not None:
             held.logprobs.extend(output.logprobs)
         if output.cached_tokens is not None:
@@ -238,11 +244,15 @@ class Worker:
     @staticmethod
     def _write(rid: str, held: Held, finish: Finish | None, now: float) -> Append:
         ids, logprobs = tuple(held.token_ids), tuple(held.logprobs)
-        chunk = TokenChunk(rid, held.position, ids, logprobs or None, finish, held.cached_tokens, held.prompt)
+        version = held.weight_version if ids and held.weight_version != held.told_version else None
+        chunk = TokenChunk(
+            rid, held.position, ids, logprobs or None, finish, held.cached_tokens, held.prompt, weight_version=version
+        )
         if ids:
             held.position += len(ids)
             held.token_ids, held.logprobs, held.fresh = [], [], False
             held.cached_tokens = held.prompt = None
+        held.told_version = version or held.told_version
         held.renewed_at = now
         return Append(held.epoch, chunk)
 

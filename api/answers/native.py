@@ -32,6 +32,7 @@ def _meta(plan: Plan, index: int, choice: Choice) -> MetaInfo:
         "prompt_tokens": choice.usage.prompt_tokens,
         "completion_tokens": choice.usage.completion_tokens,
         "cached_tokens": choice.usage.cached_tokens,
+        "weight_version": choice.weight_version,
     }
     if plan.prompt_logprobs:
         meta["input_token_logprobs"] = [_logprob(entry) for entry in choice.prompt_logprobs]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from ...shared.errors import RequestError
-from ...shared.messages import Finish, TextChunk, TextLogprob, Usage
+from ...shared.messages import DEFAULT_VERSION, Finish, TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.common import UsageBody, usage_body
 
@@ -77,6 +77,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TextLogprob, ...] = ()
+    weight_version: str = DEFAULT_VERSION  # of the weights that made the newest token
     offsets: list[int] = field(default_factory=list)  # of the tokens under `logprobs`, in characters of the text
     places: TextOffsets = field(default_factory=TextOffsets)
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
@@ -88,6 +89,7 @@ class Choice:
         self.texts.append(chunk.text)
         self.token_ids.extend(chunk.token_ids or ())
         self.logprobs.extend(chunk.logprobs or ())
+        self.weight_version = chunk.weight_version or self.weight_version
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         self.offsets.extend(self.places.of(chunk))
         self.usage = chunk.usage

@@ -70,6 +70,7 @@ class MetaInfo(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    weight_version: str
     input_token_logprobs: NotRequired[list[TokenLogprobBody]]
     input_top_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
     input_token_ids_logprobs: NotRequired[list[list[TokenLogprobBody] | None]]
