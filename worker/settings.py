@@ -28,7 +28,12 @@ class WorkerSettings(StoreSettings):
         description="who finds K/V of prompts that begin alike: each tenant its own, or all (answers come sooner then, "
         "which tells one tenant what another has sent)",
     )
-    attention_backend: Literal["auto", "torch"] = Field("auto", description="auto: compiled kernels where there are")
+    attention_backend: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="auto: compiled kernels where there are; torch: its own operations; triton: its kernels on a GPU "
+        "(on a CPU in its interpreter, which is for tests)",
+    )
+    cuda_graphs: bool = Field(True, description="repeat decoding steps on a GPU as CUDA graphs")
     deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
     lora: StrTuple = Field(
         (), description="NAME=DIR, a PEFT adapter of the model to serve as NAME; several may be given"

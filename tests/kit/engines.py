@@ -57,7 +57,8 @@ def tiny_engine(folder: Path, **settings: Any) -> TransformersEngine:
     """A float32 engine on the CPU with few slots, small blocks and a small budget, so that short tests reach chunked
     prefill, mixed batches and full pools."""
     small: dict[str, Any] = {"max_running": 8, "max_batch_tokens": 24, "block_size": 4, "kv_memory": "64mb"}
-    return TransformersEngine(WorkerSettings(model=f"m={folder}", device="cpu", dtype="float32", **(small | settings)))
+    small |= {"device": "cpu", "dtype": "float32"}
+    return TransformersEngine(WorkerSettings(model=f"m={folder}", **(small | settings)))
 
 
 def advance(engine: TransformersEngine, out: dict[str, Generation]) -> None:

@@ -10,6 +10,7 @@ from ...kernels.cpu.attention import BLOCK_SIZE
 from .attention import AttentionBackend
 from .attention_cpu import CpuAttention
 from .attention_torch import TorchAttention
+from .attention_triton import TritonAttention, triton_is_installed
 from .kv_cache import KVCache, LayerShape
 from .panel_cache import PanelCache
 
@@ -22,9 +23,21 @@ def make_backend(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    context_length: int | None = None,
+    invariant: bool = False,
 ) -> AttentionBackend:
-    """The backend `name`, where "auto" is the fastest that serves this device, dtype and block size."""
+    """The backend `name`, where "auto" is the fastest that serves this device, dtype and block size.
+
+    Args:
+        context_length: tokens of the longest sequence; None: all that the pool holds.
+        invariant: each row is summed in the same order whatever else is in a step (all but "triton" do so anyway).
+
+    Raises:
+        ConfigError: the backend is asked for by name, and what it needs is not installed.
+    """
     if name == "auto" and device.type == "cpu" and dtype == torch.float32 and block_size == BLOCK_SIZE:
         return CpuAttention(PanelCache(layers, num_blocks=num_blocks))
     cache = KVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+    if name == "triton" or (name == "auto" and device.type == "cuda" and triton_is_installed()):
+        return TritonAttention(cache, context_length=context_length or num_blocks * block_size, invariant=invariant)
     return TorchAttention(cache)

@@ -19,8 +19,11 @@ from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..settings import WorkerSettings
 from .adapter import read_adapter
+from .attention_triton import TritonAttention
 from .backends import make_backend
 from .blocks import BlockAllocator
+from .cuda_graphs import DecodeGraphs, capture_for
+from .device_sampler import is_plain, samples
 from .grammar import Grammar, Grammars
 from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .logprobs import grouped, most_scored, score
@@ -206,6 +209,8 @@ class TransformersEngine:
         if not computed.sampled:
             return [], []
         rows = [row for piece in computed.sampled for row in piece.rows]
+        if computed.drawn is not None and masks is None and all(map(is_plain, rows)):
+            return computed.sampled, samples(computed.drawn)
         return computed.sampled, self._sampler.sample(computed.logits, rows, masks)
 
     def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
@@ -294,7 +299,7 @@ def _seed_of(rid: str) -> int:
 
 def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tuple[Scheduler, ModelRunner]:
     """The pool that memory allows, who shares it out, and the model over it."""
-    on_cpu = loaded.device.type == "cpu"
+    on_cpu, alone = loaded.device.type == "cpu", settings.deterministic
     max_running = settings.max_running or (32 if on_cpu else 256)
     max_batch_tokens = settings.max_batch_tokens or max(max_running, 256 if on_cpu else 8192)
     blocks = num_blocks(
@@ -314,13 +319,28 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         block_size=settings.block_size,
         dtype=loaded.dtype,
         device=loaded.device,
+        context_length=card.context_length,
+        invariant=alone,
     )
     scheduler = Scheduler(
         BlockAllocator(blocks, size),
         max_running=max_running,
         max_batch_tokens=max_batch_tokens,
-        fixed_chunks=settings.deterministic,
+        fixed_chunks=alone,
         prefix_cache=settings.prefix_cache != "off",
     )
     adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device)
-    return scheduler, ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=settings.deterministic)
+    capture = capture_for(loaded.device)
+    record = None
+    if capture is not None and isinstance(backend, TritonAttention) and settings.cuda_graphs and not alone:
+        record = partial(
+            DecodeGraphs,
+            max_rows=max_running,
+            context_length=card.context_length,
+            block_size=size,
+            vocab_size=loaded.vocab_size,
+            device=loaded.device,
+            capture=capture,
+        )
+    runner = ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=alone, record=record)
+    return scheduler, runner

@@ -72,6 +72,12 @@ class KVCache:
         self._key_buffer = torch.empty(0, dtype=dtype, device=device)
         self._value_buffer = torch.empty(0, dtype=dtype, device=device)
 
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pools of a layer themselves: K [num_blocks, heads, block_size, key_dim] and V likewise."""
+        shape = self.layers[layer]
+        leading = (self.num_blocks, shape.heads, self.block_size)
+        return self._keys[layer].view(*leading, shape.key_dim), self._values[layer].view(*leading, shape.value_dim)
+
     def store(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's K/V.
 

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK64 = (1 << 64) - 1
 # 23 bits: with 24, (2**24 - 1 + 0.5) / 2**24 rounds to 1.0 in float32, whose noise is infinite.
 _BITS = 23
+# SplitMix64's factors and shifts.
+_SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
+_SHIFTS = np.array([30, 27, 31], dtype=np.uint64)
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """Two 32-bit keys per row, from its 64-bit seed and the number of tokens sampled before: [R, 2] int32."""
-    keys = [_mix64(_mix64(seed & _MASK64) + position) for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor([[_signed(key), _signed(key >> 32)] for key in keys], dtype=torch.int32, device=device)
+    return torch.from_numpy(row_keys_array(seeds, positions)).to(device)
+
+
+def row_keys_array(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
+    """`row_keys` on the host."""
+    seeded = _mix64(np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64))
+    keys = _mix64(seeded + np.array(positions, dtype=np.uint64))
+    return np.stack([keys, keys >> np.uint64(32)], axis=1).astype(np.uint32).view(np.int32)
 
 
 def hash_tokens(token_ids: torch.Tensor) -> torch.Tensor:
@@ -58,12 +69,13 @@ def _mixed(x: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
     return x
 
 
-def _mix64(x: int) -> int:
-    """The finaliser of SplitMix64."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64. Arrays of unsigned numbers wrap."""
+    x = x + _SPLITMIX[0]
+    x = (x ^ (x >> _SHIFTS[0])) * _SPLITMIX[1]
+    x = (x ^ (x >> _SHIFTS[1])) * _SPLITMIX[2]
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> _SHIFTS[2])
+    return mixed
 
 
 def _signed(x: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 
 from ...shared.errors import EngineError
 from .attention import AttentionBackend, PagedAttention
-from .batch import FlatBatch
+from .batch import AttentionBatch, FlatBatch
+from .cuda_graphs import DecodeGraphs, Forward
 from .lora import Adapters
 from .scheduler import Slice
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,13 @@ class StepLogits:
         sampled: the slices from which tokens are sampled.
         logits: of their `rows`, [S, vocabulary] float32.
         scored: slices with the logits of their `scored` places, [P, vocabulary] of the model's type.
+        drawn: the tokens [S] int64 that plain sampling takes, where they were drawn with the forward.
     """
 
     sampled: list[Slice]
     logits: torch.Tensor
     scored: list[tuple[Slice, torch.Tensor]]
+    drawn: torch.Tensor | None = None
 
     @classmethod
     def of(cls, slices: Sequence[Slice], logits: torch.Tensor) -> StepLogits:
@@ -55,6 +61,7 @@ class ModelRunner:
     Args:
         alone: compute each slice by itself. The kernels that multiply matrices round differently for different batch
             sizes, so this is what makes a sequence's bytes independent of its neighbours (the deterministic mode).
+        record: makes CUDA graphs of decoding steps, given what computes one.
     """
 
     def __init__(
@@ -65,41 +72,65 @@ class ModelRunner:
         adapters: Adapters | None = None,
         *,
         alone: bool = False,
+        record: Callable[[Forward], DecodeGraphs] | None = None,
     ) -> None:
         self.adapters = adapters or Adapters(model, limit=0, device=backend.pool.device)
         self._model = model
         self._attention = attention
         self._cache = backend.pool
         self._alone = alone
+        self._record = record
         attention.backend = backend
         # Where the model takes it, its head runs on the sampled rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._graphs = self._make_graphs()
 
     @torch.inference_mode()
     def run(self, slices: Sequence[Slice]) -> StepLogits:
         """Compute a step."""
+        if self._graphs is not None and self._graphs.fits(slices):
+            logits, drawn = self._graphs.run(slices)
+            return StepLogits(list(slices), logits, [], drawn)
         groups = [[piece] for piece in slices] if self._alone else [slices]
         return StepLogits.merged([self._forward(group) for group in groups])
 
     def _forward(self, slices: Sequence[Slice]) -> StepLogits:
         cache = self._cache
         batch = FlatBatch.build(slices, cache.block_size, dtype=cache.dtype, device=cache.device)
-        self._attention.batch = batch.attention
         keep = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        with self.adapters.over(batch.slices):
+            logits = self._call(batch.input_ids, batch.position_ids, batch.attention, **keep)
+        return StepLogits.of(batch.slices, logits if keep else logits[batch.logit_rows])
+
+    def _call(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch, **keep: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of all rows, or of those to keep. input_ids and position_ids [1, T]."""
+        self._attention.batch = batch
         try:
-            with self.adapters.over(batch.slices):
-                out = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **keep)
+            out = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **keep)
         finally:
             self._attention.batch = None
-        return StepLogits.of(batch.slices, out.logits[0] if keep else out.logits[0, batch.logit_rows])
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if self._record is None:
+            return None
+        try:
+            return self._record(self._call)
+        except RuntimeError as e:  # the model looks at the host within a step, or memory does not suffice
+            log.warning("decoding without CUDA graphs, and slower: they could not be recorded: %s", e)
+            return None
 
     def with_model(self, model: nn.Module, attention: PagedAttention) -> ModelRunner:
         """A runner of another model over the same pool; this one is done."""
         backend = self._attention.backend
         assert backend is not None
-        self._attention.backend = None
+        self._attention.backend, self._graphs = None, None
         self.adapters.attach(model)
-        return ModelRunner(model, attention, backend, self.adapters, alone=self._alone)
+        return ModelRunner(model, attention, backend, self.adapters, alone=self._alone, record=self._record)
 
     def check_device(self) -> None:
         """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""
@@ -115,5 +146,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the weights and the pool."""
-        self._attention.backend = None
+        self._attention.backend, self._graphs = None, None
         del self._model, self._cache

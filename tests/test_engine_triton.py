@@ -1,0 +1,164 @@
+"""The GPU's path of the engine: attention, sampling and graphs over fixed buffers give transformers' own tokens.
+
+Without a GPU the kernels run in Triton's interpreter, and a graph is its step done again on the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from headrace.worker.engine import engine as engine_module
+from headrace.worker.engine.attention_triton import num_splits
+from headrace.worker.engine.cuda_graphs import Buffers, buckets
+from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.engine.scheduler import Slice
+from kit import engines, tiny_models
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OUTPUT = 3
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped heads of 32": ("llama", {"head_dim": 32}),
+    "heads of 80": ("qwen3", {"head_dim": 80}),
+    "windows and softcap": ("gemma2", {}),
+    "windows and sinks": ("gpt_oss", {}),
+}
+
+
+def triton_engine(folder: Path, **settings: Any) -> TransformersEngine:
+    return engines.tiny_engine(folder, **({"device": DEVICE, "attention_backend": "triton"} | settings))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_over_mixed_batches(name: str, tmp_path: Path) -> None:
+    architecture, config = MODELS[name]
+    folder = tiny_models.build(tmp_path / "m", architecture, **config)
+    engine = triton_engine(folder)
+    prompts = engines.random_prompts((5, 30, 18))  # 24 tokens a step: chunks share steps with sequences that decode
+    out = engines.run(engine, [engines.job(str(i), p, max_new_tokens=OUTPUT) for i, p in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        assert out[str(number)].token_ids == engines.reference(folder, prompt, OUTPUT)[0]
+    engine.close()
+
+
+class Repeating:
+    """A capture that does the step again, and counts."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed = 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+        step()  # as recording does
+
+        def replay() -> None:
+            self.replayed += 1
+            step()
+
+        return replay
+
+
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> Repeating:
+    capture = Repeating()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(engine_module, "capture_for", lambda device: capture)
+    return capture
+
+
+def test_graphs_give_the_tokens_of_the_reference(folder: Path, repeating: Repeating) -> None:
+    """Steps of 3 rows go through the graph of 4, with one of padding; as sequences end, through those of 2 and 1."""
+    engine = triton_engine(folder, max_running=4)
+    prompts, outputs = engines.random_prompts((4, 9, 6)), (2, 4, 6)
+    jobs = [engines.job(str(i), p, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts, outputs, strict=True))]
+    out = engines.run(engine, jobs)
+    for number, (prompt, count) in enumerate(zip(prompts, outputs, strict=True)):
+        assert out[str(number)].token_ids == engines.reference(folder, prompt, count)[0]
+    if DEVICE == "cpu":
+        assert repeating.captured == 3  # 1, 2, 4
+        assert repeating.replayed == 5
+    engine.close()
+
+
+def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeating) -> None:
+    prompts = engines.random_prompts((4, 9, 6))
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.8, "sampling_seed": 1},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.01, "sampling_seed": 2},
+        {"temperature": 1.2, "repetition_penalty": 1.3, "sampling_seed": 3},  # not plain: drawn by the host
+    ]
+    jobs = [engines.job(str(i), p, max_new_tokens=4, **s) for i, (p, s) in enumerate(zip(prompts, asked, strict=True))]
+    host = engines.tiny_engine(folder, device=DEVICE, attention_backend="torch")
+    wanted = engines.run(host, jobs)
+    for chosen in (jobs, jobs[:2]):
+        engine = triton_engine(folder, max_running=4)
+        out = engines.run(engine, chosen)
+        assert {rid: each.token_ids for rid, each in out.items()} == {j.rid: wanted[j.rid].token_ids for j in chosen}
+        engine.close()
+    host.close()
+
+
+def test_a_sequence_is_bitwise_the_same_alone_and_among_others_when_deterministic(folder: Path) -> None:
+    prompts = engines.random_prompts((5, 20))
+    jobs = [engines.job(str(i), p, max_new_tokens=3, top_logprobs=5) for i, p in enumerate(prompts)]
+    engine = triton_engine(folder, deterministic=True)
+    together = engines.run(engine, jobs)
+    for job in jobs:
+        assert engines.run(engine, [job])[job.rid].logprobs == together[job.rid].logprobs
+    engine.close()
+
+
+def test_a_model_that_cannot_be_recorded_decodes_without_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(engine_module, "capture_for", lambda device: refuse)
+    engine = triton_engine(folder)
+    (prompt,) = engines.random_prompts((5,))
+    out = engines.run(engine, [engines.job("a", prompt, max_new_tokens=2)])
+    assert out["a"].token_ids == engines.reference(folder, prompt, 2)[0]
+    assert "not permitted when stream is capturing" in caplog.text
+    engine.close()
+
+
+def test_buckets() -> None:
+    assert buckets(1) == [1]
+    assert buckets(6) == [1, 2, 4, 6]
+    assert buckets(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert buckets(33)[-2:] == [32, 33]
+
+
+def test_splits_follow_from_what_a_graph_keeps() -> None:
+    assert num_splits(8, 131072, 132) == 64  # one sequence on an H200: many programs share its keys
+    assert num_splits(8, 1024, 132) == 4  # but no more than its context fills
+    assert num_splits(256 * 8, 131072, 132) == 4
+    assert num_splits(1, 100, 1) == 1
+
+
+def test_padding_of_the_buffers(folder: Path) -> None:
+    engine = engines.tiny_engine(folder)
+    engine.add(engines.job("a", [7, 8, 9, 10, 11], temperature=0.5, top_k=3))
+    sequence = engine._scheduler.schedule()[0].sequence
+    buffers = Buffers.allocate(4, 8, 16, torch.device("cpu"))
+    buffers.fill([Slice(sequence, 4, 1)], 4)
+    second = sequence.block_table[1]
+    assert buffers.longs.tolist() == [[11, 0, 0, 0], [4, 0, 0, 0], [4 * second, -1, -1, -1]]
+    assert buffers.kv_lens.tolist() == [5, 0, 0, 0]
+    assert buffers.block_tables[0, :2].tolist() == sequence.block_table[:2]
+    assert buffers.floats[0].tolist() == [0.5, 0, 0, 0]
+    assert buffers.top_ks.tolist() == [3, 0, 0, 0]
+    engine.close()
