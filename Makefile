@@ -35,7 +35,8 @@ serve: $(READY) ## serve MODEL on port 8000, until Ctrl-C
 # One thread a process: the tests run beside each other, and sums of floats do not depend on the number of cores.
 test: export OMP_NUM_THREADS = 1
 test: $(READY) ## all tests but the long ones
-	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest $(PYTEST) -m 'not long'
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && embedder=$$($(BIN)/headrace fetch all-minilm-l6-v2) && \
+	HEADRACE_TEST_MODEL=$$folder HEADRACE_TEST_EMBEDDER=$$embedder $(BIN)/pytest $(PYTEST) -m 'not long'
 
 long: export OMP_NUM_THREADS = 1
 long: export HEADRACE_LEDGER ?= docs/long-runs.md

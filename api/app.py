@@ -25,6 +25,7 @@ from .protocol.control import (
     UnloadLoraRequest,
     UpdateWeightsRequest,
 )
+from .protocol.embeddings import EmbeddingRequest, EncodeRequest
 from .protocol.native import GenerateRequest
 from .routes import control, generation, health, models
 from .services import Services
@@ -35,7 +36,7 @@ UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
 
 # Every body that a route parses by itself, for the document.
 BODIES: list[type[BaseModel]] = [
-    *(ChatCompletionRequest, CompletionRequest, GenerateRequest),
+    *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest, EncodeRequest),
     *(PoolRequest, PauseRequest, AbortRequest, UpdateWeightsRequest, LoadLoraRequest, UnloadLoraRequest),
 ]
 

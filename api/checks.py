@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..shared.errors import InvalidRequest
+from ..shared.messages import ModelCard
 from .conversation import check_parts
 from .protocol.chat import ChatCompletionRequest
 from .protocol.common import StreamOptions
@@ -21,6 +22,7 @@ class Limits:
     max_stop_chars: int = 1000
     max_logprobs: int = 20
     max_named_logprobs: int = 1000
+    max_texts: int = 2048
 
 
 def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
@@ -68,8 +70,31 @@ def _check_top(top: int, param: str, limits: Limits) -> None:
 
 def check_native(request: GenerateRequest) -> None:
     """Raises InvalidRequest unless there is one prompt, in one form."""
-    if (request.text is None) == (request.input_ids is None):
+    one_form(request.text, request.input_ids)
+
+
+def one_form(text: object, input_ids: object) -> str:
+    """Which of the two fields was given; raises InvalidRequest unless it is exactly one."""
+    if (text is None) == (input_ids is None):
         raise InvalidRequest("Give exactly one of 'text' and 'input_ids'.", param="text")
+    return "text" if text is not None else "input_ids"
+
+
+def check_texts(count: int, param: str, limits: Limits) -> None:
+    """Raises InvalidRequest where there are more texts than one request may have."""
+    if count > limits.max_texts:
+        raise InvalidRequest(f"At most {limits.max_texts} texts are taken at once; got {count}.", param=param)
+
+
+def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
+    """Raises InvalidRequest where an embedding has fewer dimensions than asked for, or none."""
+    if dimensions is not None and card.task != "embed":
+        raise InvalidRequest("'dimensions' is of embeddings.", param="dimensions")
+    if dimensions is not None and dimensions > card.dimensions:
+        raise InvalidRequest(
+            f"'dimensions' must be at most {card.dimensions}, those of '{card.name}'; got {dimensions}.",
+            param="dimensions",
+        )
 
 
 def check_native_counts(request: GenerateRequest, choices: int, limits: Limits) -> None:

@@ -14,7 +14,7 @@ from ..shared.errors import ProtocolError
 from ..shared.ids import choices
 from .translate import Endpoint
 
-ID_PREFIX: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/generate": ""}
+ID_PREFIX: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class Plan:
     continuous_usage: bool = False
     echo: tuple[str, ...] = ()  # of each prompt, the text to repeat before each choice
     cumulative: bool = False  # /generate: an event holds all the text so far
+    dimensions: int = 0  # of the embeddings to give; 0: all
+    base64: bool = False  # embeddings as base64 instead of numbers
+    labels: tuple[str, ...] = ()  # of a classifier
+    multi_label: bool = False
 
     @property
     def request(self) -> str:
@@ -47,7 +51,7 @@ class Plan:
     @property
     def id(self) -> str:
         """What the client sees as the answer's id."""
-        return ID_PREFIX[self.endpoint] + self.request
+        return ID_PREFIX.get(self.endpoint, "") + self.request
 
     @property
     def rids(self) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from ..shared.errors import ContextLengthExceeded, InvalidRequest
 from ..shared.ids import family_from, new_family
 from ..shared.messages import GenerateJob, GenerateReqInput, ModelCard
 from .plan import Plan
+from .protocol.chat import ChatCompletionRequest
 from .protocol.completions import CompletionRequest
+from .protocol.embeddings import EmbeddingRequest, EncodeRequest
 from .protocol.native import GenerateRequest
 from .tokenize import Tokenizers
 from .translate import Caller, Endpoint, Translated, Translator
@@ -89,11 +91,13 @@ class Preparer:
             raise InvalidRequest(
                 f"The prompt has {len(ids)} tokens; got {prompt.logprob_start_len}.", param="logprob_start_len"
             )
-        sampling = replace(
-            prompt.sampling,
-            max_new_tokens=_limit(translated, prompt.sampling.max_new_tokens, len(ids)),
-            sampling_seed=_seed(prompt.sampling.sampling_seed),
-        )
+        limit = prompt.sampling.max_new_tokens
+        if prompt.task == "generate":
+            limit = _limit(translated, limit, len(ids))
+        else:
+            _check_length(translated, len(ids))
+        seed = _seed(prompt.sampling.sampling_seed)
+        sampling = replace(prompt.sampling, max_new_tokens=limit, sampling_seed=seed)
         return GenerateJob(
             rid=family,
             model=card.name,
@@ -101,6 +105,7 @@ class Preparer:
             tokenizer=card.tokenizer,
             input_ids=ids,
             sampling=sampling,
+            task=prompt.task,
             return_logprob=prompt.return_logprob,
             top_logprobs_num=prompt.top_logprobs_num,
             logprob_start_len=prompt.logprob_start_len,
@@ -151,8 +156,18 @@ def _limit(translated: Translated, wanted: int | None, prompt_tokens: int) -> in
     return wanted
 
 
+def _check_length(translated: Translated, tokens: int) -> None:
+    """Raises ContextLengthExceeded where a text to embed or classify is longer than the model reads."""
+    if tokens > translated.card.context_length:
+        raise ContextLengthExceeded(
+            f"This model reads {translated.card.context_length} tokens; the text has {tokens}.",
+            param=_prompt_param(translated.endpoint),
+        )
+
+
 def _prompt_param(endpoint: Endpoint) -> str:
-    return {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/generate": "text"}[endpoint]
+    named = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}
+    return named.get(endpoint, "text")
 
 
 def _seed(given: int | None) -> int:
@@ -162,7 +177,8 @@ def _seed(given: int | None) -> int:
 
 def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> Plan:
     request, first = translated.request, translated.prompts[0]
-    options = None if isinstance(request, GenerateRequest) else request.stream_options
+    options = request.stream_options if isinstance(request, (ChatCompletionRequest, CompletionRequest)) else None
+    encode = request if isinstance(request, (EmbeddingRequest, EncodeRequest)) else None
     return Plan(
         endpoint=translated.endpoint,
         families=families,
@@ -180,6 +196,10 @@ def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> 
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
         cumulative=isinstance(request, GenerateRequest) and not request.incremental_streaming_output,
+        dimensions=(encode.dimensions or 0) if encode is not None else 0,
+        base64=encode is not None and encode.encoding_format == "base64",
+        labels=translated.card.labels,
+        multi_label=translated.card.multi_label,
     )
 
 

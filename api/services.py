@@ -63,7 +63,13 @@ def build(settings: InferenceSettings, backend: Backend, override: str | None = 
     templates = ChatTemplates(override, forced)
     tokenizers = Tokenizers(backend.models, settings.tokenizer_threads, settings.max_tokenizers)
     readers = Readers(backend.queue, backend.feed, settings.reader_lease_s)
-    limits = Limits(settings.max_n, settings.max_stop, settings.max_stop_chars, settings.max_logprobs)
+    limits = Limits(
+        settings.max_n,
+        settings.max_stop,
+        settings.max_stop_chars,
+        settings.max_logprobs,
+        max_texts=settings.max_texts,
+    )
     translator = Translator(backend.models, templates, tokenizers, limits)
     inference = Inference(
         backend,

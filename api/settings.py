@@ -21,6 +21,7 @@ class InferenceSettings(FileSettings):
     max_tokenizers: int = Field(8, ge=1, description="tokenizers kept loaded")
 
     max_n: int = Field(128, ge=1, description="choices of one request: n times its prompts")
+    max_texts: int = Field(2048, ge=1, description="texts of one request to embed or classify")
     max_stop: int = Field(16, ge=0, description="stop strings of one request")
     max_stop_chars: int = Field(1000, ge=1, description="characters of one stop string")
     max_logprobs: int = Field(20, ge=0, description="most likely tokens shown beside each token")

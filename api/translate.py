@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from ..shared.messages import GenerateReqInput, Lane, ModelCard
+from ..shared.messages import GenerateReqInput, Lane, ModelCard, SamplingParams, Task
 from . import checks, sampling
 from .backend import Models
 from .checks import Limits, chat_tokens
@@ -18,12 +18,19 @@ from .conversation import characters, for_template
 from .protocol.chat import ChatCompletionRequest, ChatMessage
 from .protocol.common import RequestModel
 from .protocol.completions import CompletionRequest
+from .protocol.embeddings import EmbeddingRequest, EncodeRequest
 from .protocol.native import GenerateRequest
 from .templates import ChatTemplates, RenderOptions
 from .tokenize import PromptTokenizer, Tokenizers
 from .validation import parse
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/generate"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/generate", "/v1/embeddings", "/encode", "/classify"]
+_VERBS: dict[Task, str] = {"generate": "generate text", "embed": "embed texts", "classify": "classify texts"}
+_SERVED: dict[Task, str] = {
+    "generate": "generates text: use /v1/chat/completions, /v1/completions or /generate",
+    "embed": "embeds texts: use /v1/embeddings or /encode",
+    "classify": "classifies texts: use /classify",
+}
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
@@ -42,10 +49,10 @@ class Translated:
     """A request in native terms. Choice j of prompt i is choice `i * n + j` of the answer."""
 
     endpoint: Endpoint
-    request: ChatCompletionRequest | CompletionRequest | GenerateRequest
+    request: ChatCompletionRequest | CompletionRequest | GenerateRequest | EmbeddingRequest | EncodeRequest
     card: ModelCard
     prompts: tuple[GenerateReqInput, ...]
-    max_tokens_given: bool  # False: the limit is a default, cut to what the context leaves
+    max_tokens_given: bool = False  # False: the limit is a default, cut to what the context leaves
     ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
 
     @property
@@ -79,6 +86,12 @@ class Translator:
         if endpoint == "/v1/completions":
             completion = parse(CompletionRequest, body)
             return await self._completion(completion, caller, _ignored(completion, body))
+        if endpoint == "/v1/embeddings":
+            embedding = parse(EmbeddingRequest, body)
+            return await self._embedding(embedding, caller, _ignored(embedding, body))
+        if endpoint in ("/encode", "/classify"):
+            encode = parse(EncodeRequest, body)
+            return await self._encode(endpoint, encode, caller, _ignored(encode, body))
         native = parse(GenerateRequest, body)
         return await self._native(native, caller, _ignored(native, body))
 
@@ -156,7 +169,26 @@ class Translator:
         given = request.sampling_params.max_new_tokens is not None
         return Translated("/generate", request, card, inputs, given, ignored)
 
-    async def _card(self, name: str | None) -> ModelCard:
+    async def _embedding(self, request: EmbeddingRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
+        texts = _prompts(request.input)
+        checks.check_texts(len(texts), "input", self._limits)
+        card = await self._card(request.model, "embed")
+        checks.check_dimensions(request.dimensions, card)
+        inputs = tuple(_text(card, text, "input", caller) for text in texts)
+        return Translated("/v1/embeddings", request, card, inputs, ignored=ignored)
+
+    async def _encode(
+        self, endpoint: Endpoint, request: EncodeRequest, caller: Caller, ignored: tuple[str, ...]
+    ) -> Translated:
+        param = checks.one_form(request.text, request.input_ids)
+        texts = _prompts(request.text if request.text is not None else request.input_ids)
+        checks.check_texts(len(texts), param, self._limits)
+        card = await self._card(request.model, "embed" if endpoint == "/encode" else "classify")
+        checks.check_dimensions(request.dimensions, card)
+        inputs = tuple(_text(card, text, param, caller) for text in texts)
+        return Translated(endpoint, request, card, inputs, ignored=ignored)
+
+    async def _card(self, name: str | None, task: Task = "generate") -> ModelCard:
         if name is not None:
             card = await self._models.get(name)
         else:
@@ -164,8 +196,10 @@ class Translator:
             if len(cards) != 1:
                 raise ModelNotFound(f"Name a model: {len(cards)} are registered.", param="model")
             card = cards[0]
-        if card.task != "generate":
-            raise InvalidRequest(f"The model '{card.name}' does not generate text.", param="model")
+        if card.task != task:
+            raise InvalidRequest(
+                f"The model '{card.name}' does not {_VERBS[task]}; it {_SERVED[card.task]}.", param="model"
+            )
         return card
 
 
@@ -225,3 +259,8 @@ def _known_ids(card: ModelCard, ids: Sequence[int], param: str) -> tuple[int, ..
         if token_id >= card.vocab_size:
             raise InvalidRequest(f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=param)
     return tuple(ids)
+
+
+def _text(card: ModelCard, text: str | list[int], param: str, caller: Caller) -> GenerateReqInput:
+    """A text to embed or to classify. No token comes of it; what fairness charges in advance is one."""
+    return _prompt(card, text, param, {"task": card.task, "sampling": SamplingParams(max_new_tokens=1), **_of(caller)})

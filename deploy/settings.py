@@ -38,6 +38,11 @@ class ServeSettings(StoreSettings):
     redis_port: int = Field(0, ge=0, le=65535, description="TCP port of the embedded server, for other machines' roles")
     redis_password: str = Field("", description="password of the embedded server")
 
+    task: Literal["auto", "generate", "embed", "classify"] = Field(
+        "auto", description="what the models are served for; auto: what each folder says"
+    )
+    pooling: Literal["auto", "mean", "cls", "last"] = Field("auto", description="of embeddings; auto: by the folder")
+    normalize: Literal["auto", "yes", "no"] = Field("auto", description="embeddings to length 1; auto: by the folder")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and K/V")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     deterministic: bool = Field(False, description="same bytes whatever else runs")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from .errors import ProtocolError
@@ -69,3 +72,20 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def encode_vector(values: npt.ArrayLike) -> str:
+    """Numbers as base64 of little-endian float32."""
+    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+
+def decode_vector(text: str) -> npt.NDArray[np.float32]:
+    """What `encode_vector` wrote.
+
+    Raises:
+        ProtocolError: it did not.
+    """
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    except ValueError as e:
+        raise ProtocolError(f"{text[:40]!r} is no vector of float32") from e

@@ -22,6 +22,7 @@ from .errors import ProtocolError
 
 Lane = Literal["rt", "std", "batch"]
 LANES: tuple[Lane, ...] = ("rt", "std", "batch")  # in the order in which workers serve them
+Task = Literal["generate", "embed", "classify"]  # what a model does, and what a job asks of it
 FinishType = Literal["stop", "length", "abort", "error"]
 
 DEFAULT_VERSION = "default"  # of weights that were never updated
@@ -75,6 +76,7 @@ class GenerateReqInput:
     text: str | None = None
     input_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    task: Task = "generate"
     n: int = 1
     stream: bool = False
     return_logprob: bool = False
@@ -132,6 +134,7 @@ class GenerateJob:
     tokenizer: str
     input_ids: tuple[int, ...]
     sampling: SamplingParams
+    task: Task = "generate"
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
@@ -204,13 +207,18 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended. `matched` is the stop string, or the id of the stop or eos token."""
+    """Why a choice ended. `matched` is the stop string, or the id of the stop or eos token.
+
+    What is embedded or classified ends without a token, and `data` is its result: `encode_vector` of an embedding, or
+    of a logit per class.
+    """
 
     type: FinishType
     matched: str | int | None = None
     message: str | None = None  # for abort and error: what a client may read
     status: int = 500  # for error: the HTTP status that fits
     param: str | None = None  # for error: the parameter that was wrong
+    data: str | None = None
 
     def encode(self) -> bytes:
         return dump(self)
@@ -321,7 +329,10 @@ class ModelCard:
     dtype: str = ""
     weight_version: str = DEFAULT_VERSION
     lora: str = ""  # the folder of the adapter that this name stands for, as workers of the pool see it; "": the base
-    task: Literal["generate", "embed"] = "generate"
+    task: Task = "generate"
+    dimensions: int = 0  # of an embedding
+    labels: tuple[str, ...] = ()  # of a classifier's classes
+    multi_label: bool = False  # whether several of them may hold at once
     created: int = 0  # Unix seconds
 
     def encode(self) -> bytes:

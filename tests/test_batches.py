@@ -93,7 +93,8 @@ def test_metadata(client: openai.OpenAI, metadata: Any, accepted: bool) -> None:
          "missing_required_parameter"),
         ({"endpoint": None}, 400, "Missing required parameter: 'endpoint'.", "endpoint", "missing_required_parameter"),
         ({"endpoint": "/v1/images"}, 400,
-         "Invalid value: '/v1/images'. Supported values are: '/v1/chat/completions', '/v1/completions'.",
+         "Invalid value: '/v1/images'. "
+         "Supported values are: '/v1/chat/completions', '/v1/completions', '/v1/embeddings'.",
          "endpoint", "invalid_value"),
         ({"completion_window": "7d"}, 400, "Invalid value: '7d'. Supported values are: '24h'.", "completion_window",
          "invalid_value"),

@@ -3,6 +3,7 @@
 config.json             architecture, context length, vocabulary, rotary scaling
 generation_config.json  sampling defaults, eos ids
 tokenizer.json          the tokenizer itself; its sha256 is its name
+modules.json, sentence_bert_config.json   of an embedding model: that it is one, and how long its texts may be
 tokenizer_config.json   special tokens, chat template (or chat_template.jinja beside it)
 """
 
@@ -17,9 +18,13 @@ from typing import Any
 import orjson
 
 from ..shared.errors import ConfigError, ModelRefused
-from ..shared.messages import ModelCard
+from ..shared.messages import ModelCard, Task
 from .settings import WorkerSettings
 
+# Their first token stands at the position after the padding's own id, so that so many positions are lost.
+_POSITIONS_AFTER_PADDING = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "longformer", "xmod", "ibert"}
+)
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
 
@@ -40,7 +45,7 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
         name=name,
         pool=_pool(name),
         tokenizer=hashlib.sha256(tokenizer).hexdigest(),
-        context_length=_context_length(settings, text),
+        context_length=_context_length(settings, text, _trained_length(folder)),
         vocab_size=int(text.get("vocab_size", 0)),
         eos_token_ids=_eos_token_ids(generation, config, text),
         bos_token=_token_text(tokenizer_config.get("bos_token")),
@@ -48,6 +53,9 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
         chat_template=_chat_template(folder, tokenizer_config),
         generation_config=generation,
         architecture=(config.get("architectures") or [""])[0],
+        task=_task(settings, folder, config),
+        labels=_labels(config),
+        multi_label=config.get("problem_type") == "multi_label_classification",
         created=int(time.time()),
     )
     return card, tokenizer
@@ -102,8 +110,35 @@ def _read_tokenizer(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _context_length(settings: WorkerSettings, text: dict[str, Any]) -> int:
+def _task(settings: WorkerSettings, folder: Path, config: dict[str, Any]) -> Task:
+    """What the model is served for: what was set, or what its folder says."""
+    if settings.task != "auto":
+        return settings.task
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
+        return "classify"
+    if (folder / "modules.json").is_file() or architecture.endswith(("Model", "ForMaskedLM")):
+        # A bare model has no head that predicts text; GPT2LMHeadModel and its like have one, and say so.
+        return "generate" if architecture.endswith("LMHeadModel") else "embed"
+    return "generate"
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    """The names of a classifier's classes, in their order; empty where config.json has none."""
+    named = config.get("id2label") or {}
+    count = max(len(named), int(config.get("num_labels") or 0))
+    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
+
+
+def _trained_length(folder: Path) -> int:
+    """Tokens of the texts that an embedding model was trained on; 0: its folder does not say."""
+    return int(_read_json(folder, "sentence_bert_config.json").get("max_seq_length") or 0)
+
+
+def _context_length(settings: WorkerSettings, text: dict[str, Any], trained: int) -> int:
     default, limit, why = _model_context(text)
+    if 0 < trained < (default or trained + 1):
+        default = trained
     asked = settings.context_length
     if limit and asked > limit:
         raise ConfigError(f"--context-length (HEADRACE_CONTEXT_LENGTH): {why} {limit} tokens, got {asked}")
@@ -115,6 +150,8 @@ def _context_length(settings: WorkerSettings, text: dict[str, Any]) -> int:
 def _model_context(text: dict[str, Any]) -> tuple[int, int, str]:
     """The context in tokens unless told, the longest there is (0: not said), and a phrase that says why."""
     limit = next((int(text[key]) for key in _CONTEXT_KEYS if text.get(key)), 0)
+    if text.get("model_type") in _POSITIONS_AFTER_PADDING and limit:
+        limit -= int(text.get("pad_token_id") or 0) + 1
     chunk = text.get("attention_chunk_size")
     if chunk and (not limit or int(chunk) < limit):
         return int(chunk), int(chunk), "the model attends in chunks, and this release serves one chunk:"

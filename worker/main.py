@@ -92,6 +92,10 @@ def _load_engine(settings: WorkerSettings, card: ModelCard, tokenizer: bytes) ->
 
         return ScriptedEngine(settings, card, tokenizer)
     calm_threads()
+    if card.task != "generate":
+        from .engine.encoder import EncoderEngine
+
+        return EncoderEngine(settings)
     from .engine.engine import TransformersEngine
 
     return TransformersEngine(settings)

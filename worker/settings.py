@@ -15,6 +15,15 @@ class WorkerSettings(StoreSettings):
 
     model: str = Field("", description="NAME=DIR, DIR, or a hub id: the model to serve")
     served_model_name: str = Field("", description="what clients call the model; by default NAME or the folder's name")
+    task: Literal["auto", "generate", "embed", "classify"] = Field(
+        "auto", description="what the model is served for; auto: what its folder says"
+    )
+    pooling: Literal["auto", "mean", "cls", "last"] = Field(
+        "auto", description="of embeddings; auto: what the folder says, else mean, or last for a decoder"
+    )
+    normalize: Literal["auto", "yes", "no"] = Field(
+        "auto", description="embeddings to length 1; auto: what the folder says, else yes"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and K/V")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     context_length: int = Field(0, ge=0, description="tokens, prompt and output together; 0: the model's own")

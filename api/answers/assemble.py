@@ -9,6 +9,7 @@ from ...shared.messages import TextChunk
 from ..plan import Plan
 from .chat import ChatStream, chat_body
 from .completions import CompletionStream, completion_body
+from .embeddings import embeddings_body, encode_body
 from .events import StreamEvent
 from .native import GenerateStream, generate_body
 from .results import Choice
@@ -34,4 +35,8 @@ def body_of(plan: Plan, choices: Sequence[Choice]) -> Any:
     """The whole answer, as JSON values."""
     if plan.endpoint == "/v1/chat/completions":
         return chat_body(plan, choices)
+    if plan.endpoint == "/v1/embeddings":
+        return embeddings_body(plan, choices)
+    if plan.endpoint in ("/encode", "/classify"):
+        return encode_body(plan, choices)
     return completion_body(plan, choices) if plan.endpoint == "/v1/completions" else generate_body(plan, choices)

@@ -21,7 +21,7 @@ from redis.typing import FieldT as Field
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Outcome = Literal["completed", "expired", "cancelled"]
 TERMINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 ENDPOINTS: dict[str, BatchEndpoint] = {name: name for name in get_args(BatchEndpoint)}
 WINDOW_S = 86400  # completion_window "24h"
 

@@ -16,7 +16,7 @@ import orjson
 from ..fields import kind
 from .model import LineError
 
-PROMPT_FIELD = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+PROMPT_FIELD = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/embeddings": "input"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions`, `/generate`, and going on with their streams."""
+"""What models do: chats, completions, `/generate` and going on with their streams; embeddings and classes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..plan import Plan
 from ..prepare import Prepared
 from ..protocol.chat import ChatCompletionRequest
 from ..protocol.completions import CompletionRequest
+from ..protocol.embeddings import EmbeddingRequest, EncodeRequest
 from ..protocol.native import GenerateRequest
 from ..sse import EventStream, unless_gone
 from ..streams import Chunks, encoded, find
@@ -40,6 +41,24 @@ async def completions(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """What follows a prompt, in native terms."""
     return await _generate(request, "/generate")
+
+
+@router.post("/v1/embeddings", openapi_extra=json_body(EmbeddingRequest))
+async def embeddings(request: Request) -> Response:
+    """A vector of each text."""
+    return await _generate(request, "/v1/embeddings")
+
+
+@router.post("/encode", openapi_extra=json_body(EncodeRequest))
+async def encode(request: Request) -> Response:
+    """A vector of each text, in native terms."""
+    return await _generate(request, "/encode")
+
+
+@router.post("/classify", openapi_extra=json_body(EncodeRequest))
+async def classify(request: Request) -> Response:
+    """What a classifier or a reward model says of each text."""
+    return await _generate(request, "/classify")
 
 
 @router.get("/v1/streams/{name}")

@@ -243,6 +243,8 @@ class TransformersEngine:
 
     def _check(self, job: GenerateJob, produced: Ids[int]) -> None:
         """Raises InvalidRequest where the job can never run here."""
+        if job.task != "generate":
+            raise InvalidRequest(f"'{self.card.name}' generates text, it does not {job.task} any", param="model")
         if not job.input_ids:
             raise InvalidRequest("the prompt is empty", param="input_ids")
         self._check_ids((*job.input_ids, *produced), "input_ids")

@@ -122,7 +122,7 @@ def _read_config(folder: Path) -> Any:
 def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
     from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # its types know no loading info
     try:
-        with _quiet():
+        with quiet():
             model, info = from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -137,7 +137,7 @@ def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bar of transformers on a worker's standard error."""
     logging_utils: Any = transformers.utils.logging
     shown = logging_utils.is_progress_bar_enabled()
