@@ -258,7 +258,9 @@ def conforms(value: Any, schema: Any) -> bool:
             return value is None
         case "string":
             pattern = schema.get("pattern")
-            return isinstance(value, str) and (bool(re.search(pattern, value)) if pattern else len(value) <= 4)
+            return isinstance(value, str) and (
+                bool(re.search(pattern, value)) if pattern else len(value.replace("\ufffd", "")) <= 4
+            )
         case "array":
             sized = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
             return sized and all(conforms(one, schema["items"]) for one in value)

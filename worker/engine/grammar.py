@@ -36,6 +36,7 @@ MAX_WHITESPACE = 12  # between two tokens of JSON: a model that writes nothing e
 # "[12:34:56] /project/cpp/regex_converter.cc:94: what is wrong"
 _SOURCE_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is (true|false): )?")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b-\x1f]")
+_NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")  # bytes that no text has; xgrammar takes them for characters
 _SAMPLE_TEXT = '{"a b": [1.5, "é 聪"],\n  "c": null}'
 
 
@@ -205,7 +206,7 @@ class Grammars:
         fast: Any = transformers.PreTrainedTokenizerFast
         wrapped = fast(tokenizer_object=tokenizer)
         info = xgrammar.TokenizerInfo.from_huggingface(wrapped, vocab_size=self._vocab_size, stop_token_ids=[0])
-        decoded = [bytes(token) for token in info.decoded_vocab]
+        decoded = [b"" if _NO_UTF8.search(token) else token for token in map(bytes, info.decoded_vocab)]
         ids = tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=False).ids
         if b"".join(decoded[i] for i in ids).lstrip(b" ") != _SAMPLE_TEXT.encode():
             raise InvalidRequest("This model's tokenizer does not allow constrained generation.", param="model")
