@@ -259,6 +259,11 @@ def test_a_row_after_guesses_is_the_row_after_the_same_tokens() -> None:
     assert sample(logits.clone(), guessed) == sample(logits.clone(), said)
 
 
+def test_a_top_k_beyond_all_numbers_of_the_kernel_is_no_limit() -> None:
+    logits = logits_of()[None]
+    assert sample(logits.clone(), [row(top_k=2**40)]) == sample(logits.clone(), [row()])
+
+
 def test_named_tokens_and_exclusion() -> None:
     logits = logits_of()
     plain = row(tops=0).sequence

@@ -24,6 +24,9 @@ from .noise import row_keys
 from .sequence import Row, Sequence
 
 
+_MOST = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """`token_id` is None where there is none to take: the logits were not finite, for the model has failed for this
@@ -104,7 +107,7 @@ class _Columns:
         return cls(
             sequences,
             torch.tensor([0.0 if s.greedy else s.temperature for s in params], device=device),
-            torch.tensor([max(s.top_k, 0) for s in params], dtype=torch.int32, device=device),
+            torch.tensor([min(max(s.top_k, 0), _MOST) for s in params], dtype=torch.int32, device=device),
             torch.tensor([s.top_p for s in params], device=device),
             torch.tensor([s.min_p for s in params], device=device),
             [sequence.seed for sequence in sequences],
