@@ -23,7 +23,6 @@ from .logprobs import logprobs_of
 from .noise import row_keys
 from .sequence import Row, Sequence
 
-
 _MOST = 2**31 - 1
 
 
