@@ -95,13 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(5, 20),
         ageing=st.sampled_from((3, 1000)),
         fixed_chunks=st.sampled_from((False, False, False, True)),
+        speculate=st.sampled_from((0, 1, 5)),
     )
-    def begin(self, blocks: int, running: int, budget: int, ageing: int, fixed_chunks: bool) -> None:
+    def begin(self, blocks: int, running: int, budget: int, ageing: int, fixed_chunks: bool, speculate: int) -> None:
         self.scheduler = Scheduler(
             BlockAllocator(blocks + 1, BLOCK_SIZE),
             max_running=running,
             max_batch_tokens=budget,
             fixed_chunks=fixed_chunks,
+            speculate=speculate,
             ageing=ageing,
         )
         self.model = SimulatedModel(self.scheduler)

@@ -43,6 +43,9 @@ class WorkerSettings(StoreSettings):
         "(on a CPU in its interpreter, which is for tests)",
     )
     cuda_graphs: bool = Field(True, description="repeat decoding steps on a GPU as CUDA graphs")
+    speculate: int = Field(
+        0, ge=0, le=32, description="tokens guessed per step from what the sequence said before, and checked; 0: none"
+    )
     deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
     lora: StrTuple = Field(
         (), description="NAME=DIR, a PEFT adapter of the model to serve as NAME; several may be given"

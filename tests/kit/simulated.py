@@ -125,7 +125,11 @@ class SimulatedModel:
         if fails:
             self.scheduler.remove(piece.sequence.rid)
             return
-        self.scheduler.verify(piece.sequence)
-        token = self._hashes(piece)[-1] % 3
-        if piece.sequence.append(token) is not None:
+        finish, accepted = None, -1
+        for guess, row in zip((*piece.draft, None), self._hashes(piece)[-sampled:], strict=True):
+            finish, accepted = piece.sequence.append(row % 3), accepted + 1
+            if finish is not None or row % 3 != guess:
+                break
+        self.scheduler.verify(piece, accepted)
+        if finish is not None:
             self.scheduler.remove(piece.sequence.rid)

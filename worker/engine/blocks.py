@@ -131,8 +131,9 @@ class BlockAllocator:
         """Assert that each block has as many owners as `tables` it stands in, and is free where it has none."""
         held = Counter(block for table in tables for block in table)
         assert NULL_BLOCK not in held, "a sequence owns the null block"
-        for block in range(1, self.num_blocks):
-            owners = self._owners[block]
-            assert owners == held[block], f"block {block} has {owners} owners and stands in {held[block]} tables"
-            assert (block in self._free) == (owners == 0), f"block {block} is free and owned, or lost"
+        for block, owners in held.items():
+            assert owners == self._owners[block], f"block {block} has {self._owners[block]} owners, in {owners} tables"
+        assert self._free.keys().isdisjoint(held), "a block is free and owned"
+        lost = self.usable - len(held) - len(self._free)
+        assert lost == 0, f"{lost} blocks are lost"
         assert self._by_key == {key: block for block, key in self._key_of.items()}, "a key leads to another block"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -188,10 +189,12 @@ class TransformersEngine:
             log.warning("a step of %d sequences failed; trying halves", len(slices), exc_info=True)
             middle = len(slices) // 2
             return self._advance(slices[:middle]) + self._advance(slices[middle:])
+        counts = [(piece, piece.num_sampled) for piece in sampled]  # before tokens are taken
         chunks = [StepOutput(piece.sequence.rid) for piece in slices if not piece.num_sampled]
         for piece in slices:
             self._scheduler.commit(piece)
-        return chunks + [self._accept(piece.sequence, drawn) for piece, drawn in zip(sampled, samples, strict=True)]
+        drawn = iter(samples)
+        return chunks + [self._accept(piece, list(islice(drawn, count))) for piece, count in counts]
 
     def _compute(self, slices: list[Slice]) -> tuple[list[Slice], list[Sample]]:
         dirty = self._scheduler.blocks.take_dirty()
@@ -213,21 +216,36 @@ class TransformersEngine:
             return computed.sampled, samples(computed.drawn)
         return computed.sampled, self._sampler.sample(computed.logits, rows, masks)
 
-    def _accept(self, sequence: Sequence, drawn: Sample) -> StepOutput:
-        """Take a sampled token: append it, and end the sequence where it must end."""
-        if drawn.token_id is None:
-            return self._give_up(sequence, drawn)
-        self._scheduler.verify(sequence)
+    def _accept(self, piece: Slice, drawn: list[Sample]) -> StepOutput:
+        """Take what was sampled from a slice, up to the first token that was not guessed; end the sequence where it
+        must end."""
+        sequence = piece.sequence
+        if drawn[0].token_id is None:
+            return self._give_up(sequence, drawn[0])
         finish = sequence.finish()  # where no token was asked for, but what the prompt scores
-        token_ids = (drawn.token_id,) if finish is None else ()
-        if finish is None:
-            finish = sequence.append(drawn.token_id)
+        taken: list[Sample] = []
+        for guess, sampled in zip((*piece.draft, None), drawn, strict=True):
+            if finish is not None or sampled.token_id is None:
+                break
+            finish = sequence.append(sampled.token_id)
+            taken.append(sampled)
+            if sampled.token_id != guess:
+                break
+        if all(sampled.token_id is not None or sampled.excluded for sampled in drawn):
+            self._scheduler.verify(piece, max(len(taken) - 1, 0))
+        else:  # NaN in a guess's K/V, which would spread from behind the sequence's end
+            self._scheduler.start_again(sequence)
         if finish is not None:
             self._scheduler.remove(sequence.rid)
-        logprobs = (drawn.logprob,) if drawn.logprob is not None and token_ids else None
+        return self._output(sequence, taken, finish)
+
+    @staticmethod
+    def _output(sequence: Sequence, taken: list[Sample], finish: Finish | None) -> StepOutput:
+        logprobs = tuple(sampled.logprob for sampled in taken if sampled.logprob is not None)
         cached = None if sequence.announced else sequence.cached_tokens
         sequence.announced = True
-        return StepOutput(sequence.rid, token_ids, logprobs, finish, cached, sequence.take_scored())
+        token_ids = tuple(sequence.token_ids[len(sequence.token_ids) - len(taken) :])
+        return StepOutput(sequence.rid, token_ids, logprobs or None, finish, cached, sequence.take_scored())
 
     def _give_up(self, sequence: Sequence, drawn: Sample) -> StepOutput:
         """End a sequence for which there is no next token."""
@@ -330,6 +348,7 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         max_batch_tokens=max_batch_tokens,
         fixed_chunks=alone,
         prefix_cache=settings.prefix_cache != "off",
+        speculate=settings.speculate,
     )
     adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device)
     capture = capture_for(loaded.device)

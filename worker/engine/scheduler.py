@@ -24,6 +24,7 @@ from .blocks import BlockAllocator
 from .expected import ExpectedOutput
 from .prefix import PrefixCache
 from .sequence import Row, Sequence
+from .speculation import Drafter
 
 _RANK: dict[Lane, int] = {lane: rank for rank, lane in enumerate(LANES)}
 _YIELDS = _RANK["batch"]  # sequences of this rank make room for those before them
@@ -74,6 +75,7 @@ class _Plan:
         self.budget = budget
         self.promised = 0  # free blocks that what runs is expected to need
         self.lengths: dict[Sequence, int] = {}
+        self.drafts: dict[Sequence, tuple[int, ...]] = {}
 
     def take(self, sequence: Sequence, length: int) -> None:
         self.lengths[sequence] = length
@@ -94,6 +96,7 @@ class Scheduler:
             the shape of each computation depends on nothing but the sequence (the deterministic mode). What was
             computed in another shape differs in its last bits, so nothing is shared then.
         prefix_cache: whether K/V are shared between sequences that begin alike.
+        speculate: guessed tokens that a sequence computes beside its newest one, where the budget has room left.
         ageing: steps of waiting after which a sequence goes up a lane.
     """
 
@@ -105,6 +108,7 @@ class Scheduler:
         max_batch_tokens: int,
         fixed_chunks: bool = False,
         prefix_cache: bool = True,
+        speculate: int = 0,
         ageing: int = 1000,
     ) -> None:
         assert max_batch_tokens >= max_running, "a step must have room for every sequence that decodes"
@@ -113,8 +117,11 @@ class Scheduler:
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.fixed_chunks = fixed_chunks
+        self.speculate = 0 if fixed_chunks else speculate
         self.ageing = ageing
         self.preemptions = 0  # since the start
+        self.drafted = 0  # guessed tokens that were computed, since the start
+        self.accepted = 0  # those of them that came true
         self.expected = ExpectedOutput()
         self.running: list[Sequence] = []  # in order
         self._waiting: list[Sequence] = []  # in order
@@ -167,11 +174,16 @@ class Scheduler:
             self._admit(plan)
         self._age(self._waiting)
         self._stalled = bool(self._waiting)
-        return [Slice(sequence, sequence.num_computed, length) for sequence, length in plan.lengths.items()]
+        if self.speculate:
+            self._draft(plan)
+        return [
+            Slice(sequence, sequence.num_computed, length, plan.drafts.get(sequence, ()))
+            for sequence, length in plan.lengths.items()
+        ]
 
     def commit(self, piece: Slice) -> None:
-        """Note that a slice was computed."""
-        piece.sequence.num_computed = piece.end
+        """Note that a slice was computed; its guesses do not count before `verify`."""
+        piece.sequence.num_computed = piece.end - len(piece.draft)
 
     def retract(self) -> None:
         """Send everything that runs back to wait: its K/V is no longer what the model would compute, nor is what the
@@ -180,10 +192,27 @@ class Scheduler:
             self._preempt(self.running[-1], _Plan(0))
         self.cache.flush()
 
-    def verify(self, sequence: Sequence) -> None:
-        """Note that all K/V of a sequence are finite: its full blocks may be shared."""
+    def verify(self, piece: Slice, accepted: int = 0) -> None:
+        """Note that a slice's K/V are finite, and that the first `accepted` of its guesses are tokens of the sequence
+        now. Its full blocks may be shared; blocks of wrong guesses are given back."""
+        sequence = piece.sequence
+        sequence.num_computed += accepted
         sequence.verified = True
+        if piece.draft:
+            self.drafted += len(piece.draft)
+            self.accepted += accepted
+            surplus = self.blocks.blocks_for(sequence.num_computed)
+            self.blocks.free(sequence.block_table[surplus:])
+            del sequence.block_table[surplus:]
+            if sequence.drafter is not None:
+                sequence.drafter.learn(len(piece.draft), accepted, len(sequence.token_ids))
         self.cache.register(sequence)
+
+    def start_again(self, sequence: Sequence) -> None:
+        """Send a sequence back to wait, and guess no more for it: what its guesses left behind its newest token is not
+        fit to be attended to."""
+        sequence.drafter = Drafter(0)
+        self._preempt(sequence, _Plan(0))
 
     def check_integrity(self) -> None:
         """Assert that no block, sequence or slot is lost."""
@@ -223,6 +252,24 @@ class Scheduler:
             if not length or not self._make_room(sequence, hits, plan):
                 return
             self._start(sequence, hits, length, plan)
+
+    def _draft(self, plan: _Plan) -> None:
+        """Give what is left of the budget to guesses of those that decode; nobody pays for them with blocks."""
+        for sequence, length in plan.lengths.items():
+            if plan.budget <= 0:
+                return
+            if length != sequence.num_pending or length > 1:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = Drafter(self.speculate)
+            room = (len(sequence.block_table) + self.blocks.num_free) * self.blocks.block_size
+            most = min(plan.budget, sequence.tokens_left - 1, room - len(sequence.token_ids))
+            draft = sequence.drafter.draft(sequence.token_ids, most)
+            if draft:
+                self._reserve(sequence, 1 + len(draft), plan)
+                plan.drafts[sequence] = draft
+                plan.budget -= len(draft)
+                plan.lengths[sequence] += len(draft)
 
     def _start(self, sequence: Sequence, hits: list[int], length: int, plan: _Plan) -> None:
         self._waiting.remove(sequence)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .adapter import Adapter
     from .adjust import TokenCounts
     from .grammar import Matcher
+    from .speculation import Drafter
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,7 @@ class Sequence:
     announced: bool = False  # whether an output has been sent for it
     matcher: Matcher | None = None  # where it stands in its grammar, if it has one
     token_counts: TokenCounts | None = None  # where it has penalties
+    drafter: Drafter | None = None  # guesses its next tokens, where the engine speculates
     max_chunk: int = sys.maxsize  # tokens of it that one step may prefill
     scored: list[TokenLogprob] | None = None  # of its prompt, as far as they are known; None where nobody asked
 
