@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from headrace.shared.messages import GenerateJob
-from headrace.worker.engine import engine as engine_module
-from headrace.worker.engine import sampler
 from headrace.worker.engine.engine import TransformersEngine
-from headrace.worker.engine.sampler import Sample
+from headrace.worker.engine.sampler import Sample, Sampler
 from headrace.worker.engine.speculation import Drafter
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,16 +131,16 @@ def test_logits_of_a_guess_that_are_not_finite_cost_the_sequence_its_blocks_and_
     plain: TransformersEngine, guessing: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engines.run(plain, [job("a", max_new_tokens=20)])["a"].token_ids
-    sample, broken = sampler.sample, list[int]()
+    sample, broken = Sampler.sample, list[int]()
 
-    def breaks_guesses(logits: Any, rows: Any, masks: Any = None) -> list[Sample]:
-        samples = sample(logits, rows, masks)
+    def breaks_guesses(self: Sampler, logits: Any, rows: Any, masks: Any = None) -> list[Sample]:
+        samples = sample(self, logits, rows, masks)
         if len(rows) > 1 and not broken:
             broken.append(len(rows))
             samples[-1] = Sample(None)
         return samples
 
-    monkeypatch.setattr(engine_module, "sample", breaks_guesses)
+    monkeypatch.setattr(Sampler, "sample", breaks_guesses)
     assert engines.run(guessing, [job("a", max_new_tokens=20)])["a"].token_ids == expected
     assert broken
     assert guessing._scheduler.preemptions == 1
