@@ -20,6 +20,7 @@ class Limits:
     max_n: int = 128
     max_stop: int = 16
     max_stop_chars: int = 1000
+    max_bad_words: int = 1000
     max_logprobs: int = 20
     max_named_logprobs: int = 1000
     max_texts: int = 2048
@@ -28,6 +29,7 @@ class Limits:
 def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
     """Raises InvalidRequest, naming the field."""
     _check_counts(request.n or 1, "n", request.stop, "stop", limits)
+    _check_strings(request.bad_words, "bad_words", limits)
     _check_stream(request.stream, request.stream_options)
     if chat_tokens(request) == 0:
         param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
@@ -46,15 +48,15 @@ def check_chat(request: ChatCompletionRequest, limits: Limits) -> None:
 
 def check_completion(request: CompletionRequest, prompts: int, limits: Limits) -> None:
     """Raises InvalidRequest, naming the field."""
-    _check_counts((request.n or 1) * prompts, "n", request.stop, "stop", limits)
+    _check_counts(max(request.n or 1, request.best_of or 1) * prompts, "n", request.stop, "stop", limits)
+    _check_strings(request.bad_words, "bad_words", limits)
+    _check_best_of(request.n, request.best_of, request.stream, "best_of")
     _check_stream(request.stream, request.stream_options)
     _check_top(request.logprobs or 0, "logprobs", limits)
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'.", param="max_tokens")
     if request.suffix:
         raise _unavailable("suffix", "filling in before it")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise _unavailable("best_of", "another number than 'n'")
 
 
 def _unavailable(param: str, what: str) -> InvalidRequest:
@@ -97,9 +99,13 @@ def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
         )
 
 
-def check_native_counts(request: GenerateRequest, choices: int, limits: Limits) -> None:
+def check_native_counts(request: GenerateRequest, prompts: int, limits: Limits) -> None:
     """Raises InvalidRequest, naming the field."""
-    _check_counts(choices, "sampling_params.n", request.sampling_params.stop, "sampling_params.stop", limits)
+    params = request.sampling_params
+    choices = max(params.n or 1, params.best_of or 1) * prompts
+    _check_counts(choices, "sampling_params.n", params.stop, "sampling_params.stop", limits)
+    _check_strings(params.bad_words, "sampling_params.bad_words", limits)
+    _check_best_of(params.n, params.best_of, request.stream, "sampling_params.best_of")
     _check_top(request.top_logprobs_num, "top_logprobs_num", limits)
     if not request.return_logprob and (request.logprob_start_len >= 0 or request.token_ids_logprob):
         param = "logprob_start_len" if request.logprob_start_len >= 0 else "token_ids_logprob"
@@ -123,11 +129,30 @@ def _check_counts(choices: int, n_param: str, stop: list[str] | None, stop_param
         )
     if stop is not None and len(stop) > limits.max_stop:
         raise InvalidRequest(f"At most {limits.max_stop} stop strings are allowed; got {len(stop)}.", param=stop_param)
-    for i, text in enumerate(stop or ()):
+    _check_lengths(stop, stop_param, limits)
+
+
+def _check_best_of(n: int | None, best_of: int | None, stream: bool | None, param: str) -> None:
+    if best_of is None or best_of == (n or 1):
+        return
+    if best_of < (n or 1):
+        raise InvalidRequest(f"'{param}' must be at least 'n'; got {best_of} for {n}.", param=param)
+    if stream:
+        raise InvalidRequest(f"'{param}' chooses once all is generated, so it cannot be streamed.", param=param)
+
+
+def _check_strings(words: list[str] | None, param: str, limits: Limits) -> None:
+    if words is not None and len(words) > limits.max_bad_words:
+        raise InvalidRequest(f"At most {limits.max_bad_words} are allowed; got {len(words)}.", param=param)
+    _check_lengths(words, param, limits)
+
+
+def _check_lengths(texts: list[str] | None, param: str, limits: Limits) -> None:
+    for i, text in enumerate(texts or ()):
         if len(text) > limits.max_stop_chars:
             raise InvalidRequest(
-                f"A stop string has at most {limits.max_stop_chars} characters; got {len(text)}.",
-                param=f"{stop_param}.{i}",
+                f"A string here has at most {limits.max_stop_chars} characters; got {len(text)}.",
+                param=f"{param}.{i}",
             )
 
 

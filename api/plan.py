@@ -28,6 +28,7 @@ class Plan:
     tenant: str
     created: int  # Unix seconds
     fingerprint: str
+    best: int = 0  # of each prompt, how many choices are shown: those of the highest mean logprob; 0: all
     stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0

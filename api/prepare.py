@@ -97,7 +97,8 @@ class Preparer:
         else:
             _check_length(translated, len(ids))
         seed = _seed(prompt.sampling.sampling_seed)
-        sampling = replace(prompt.sampling, max_new_tokens=limit, sampling_seed=seed)
+        words = await self._bad_words(translated)
+        sampling = replace(prompt.sampling, max_new_tokens=limit, sampling_seed=seed, bad_words=words)
         return GenerateJob(
             rid=family,
             model=card.name,
@@ -124,6 +125,15 @@ class Preparer:
             if token and (token_id := tokenizer.id_of(token)) is not None:
                 return (token_id,)
         raise InvalidRequest("The prompt is empty.", param=_prompt_param(translated.endpoint))
+
+    async def _bad_words(self, translated: Translated) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as tokens, as it stands at the beginning of a text and within one."""
+        if not translated.bad_words:
+            return ()
+        tokenizer = await self._tokenizers.get(translated.card.tokenizer)
+        spelled = [f"{space}{word.lstrip()}" for word in translated.bad_words for space in ("", " ")]
+        ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spelled)
+        return tuple(dict.fromkeys(word for word in ids if word))
 
     async def _echo(self, card: ModelCard, prompts: tuple[GenerateReqInput, ...]) -> tuple[str, ...]:
         tokenizer = await self._tokenizers.get(card.tokenizer)
@@ -187,11 +197,12 @@ def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> 
         tenant=caller.tenant,
         created=int(time.time()),
         fingerprint=_fingerprint(translated.card),
+        best=first.best,
         stream=first.stream,
-        logprobs=first.return_logprob,
+        logprobs=_shows_logprobs(translated),
         top_logprobs=first.top_logprobs_num,
         named_logprobs=bool(first.token_ids_logprob),
-        prompt_logprobs=first.return_logprob and first.logprob_start_len >= 0,
+        prompt_logprobs=_shows_logprobs(translated) and first.logprob_start_len >= 0,
         token_ids=first.return_token_ids,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
@@ -201,6 +212,14 @@ def _plan(translated: Translated, families: tuple[str, ...], caller: Caller) -> 
         labels=translated.card.labels,
         multi_label=translated.card.multi_label,
     )
+
+
+def _shows_logprobs(translated: Translated) -> bool:
+    """Whether the client asked for them: the choice of the best ones needs them as well."""
+    request = translated.request
+    if isinstance(request, CompletionRequest):
+        return request.logprobs is not None
+    return request.return_logprob if isinstance(request, GenerateRequest) else translated.prompts[0].return_logprob
 
 
 def _fingerprint(card: ModelCard) -> str:

@@ -16,7 +16,7 @@ from .backend import Models
 from .checks import Limits, chat_tokens
 from .conversation import characters, for_template
 from .protocol.chat import ChatCompletionRequest, ChatMessage
-from .protocol.common import RequestModel
+from .protocol.common import RequestModel, SamplingFields
 from .protocol.completions import CompletionRequest
 from .protocol.embeddings import EmbeddingRequest, EncodeRequest
 from .protocol.native import GenerateRequest
@@ -54,6 +54,12 @@ class Translated:
     prompts: tuple[GenerateReqInput, ...]
     max_tokens_given: bool = False  # False: the limit is a default, cut to what the context leaves
     ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
+
+    @property
+    def bad_words(self) -> tuple[str, ...]:
+        if isinstance(self.request, GenerateRequest):
+            return tuple(self.request.sampling_params.bad_words or ())
+        return tuple(self.request.bad_words or ()) if isinstance(self.request, SamplingFields) else ()
 
     @property
     def n(self) -> int:
@@ -135,9 +141,9 @@ class Translator:
         params = sampling.from_openai(request, card, tokens)
         shared: dict[str, Any] = {
             "sampling": params,
-            "n": request.n or 1,
+            **_choices(request.n, request.best_of),
             "stream": bool(request.stream),
-            "return_logprob": request.logprobs is not None,
+            "return_logprob": request.logprobs is not None or _picks(request.n, request.best_of),
             "top_logprobs_num": request.logprobs or 0,
             "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
             "return_token_ids": request.return_token_ids,
@@ -151,14 +157,14 @@ class Translator:
         checks.check_native(request)
         param = "text" if request.text is not None else "input_ids"
         prompts = _prompts(request.text if request.text is not None else request.input_ids)
-        n = request.sampling_params.n or 1
-        checks.check_native_counts(request, n * len(prompts), self._limits)
+        n, best_of = request.sampling_params.n, request.sampling_params.best_of
+        checks.check_native_counts(request, len(prompts), self._limits)
         card = await self._card(request.model)
         shared: dict[str, Any] = {
             "sampling": sampling.from_native(request.sampling_params, card),
-            "n": n,
+            **_choices(n, best_of),
             "stream": request.stream,
-            "return_logprob": request.return_logprob,
+            "return_logprob": request.return_logprob or _picks(n, best_of),
             "top_logprobs_num": request.top_logprobs_num,
             "logprob_start_len": request.logprob_start_len,
             "token_ids_logprob": _known_ids(card, request.token_ids_logprob or (), "token_ids_logprob"),
@@ -252,6 +258,17 @@ def _prompt(card: ModelCard, prompt: str | list[int], param: str, shared: Mappin
     if isinstance(prompt, str):
         return GenerateReqInput(model=card.name, text=prompt, **shared)
     return GenerateReqInput(model=card.name, input_ids=_known_ids(card, prompt, param), **shared)
+
+
+def _picks(n: int | None, best_of: int | None) -> bool:
+    return best_of is not None and best_of > (n or 1)
+
+
+def _choices(n: int | None, best_of: int | None) -> dict[str, int]:
+    """How many choices are generated, and how many of them are shown."""
+    if best_of is not None and _picks(n, best_of):
+        return {"n": best_of, "best": n or 1}
+    return {"n": n or 1}
 
 
 def _known_ids(card: ModelCard, ids: Sequence[int], param: str) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class GenerateReqInput:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     task: Task = "generate"
     n: int = 1
+    best: int = 0  # how many of the n choices are answered with, those of the highest mean logprob; 0: all
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0

@@ -287,6 +287,27 @@ def test_echo_repeats_the_prompt(api: Api, prompt: Any) -> None:
     assert texts == ["San Hello", " world"]
 
 
+def test_best_of_shows_the_likeliest(api: Api) -> None:
+    means = [-3.0, -0.5, -2.0, -1.0]
+
+    def script(job: GenerateJob, choice: int) -> list[Step]:
+        told = tuple(TextLogprob(7, "t", (116,), means[choice]) for _ in range(choice + 1))
+        return [Step("abcd"[choice], choice + 1, Finish("stop"), told)]
+
+    api.backend.script = script
+    body: dict[str, Any] = {"model": "m", "prompt": ["~", "~~"], "n": 2, "best_of": 4}
+    answer = Completion.model_validate(api.post("/v1/completions", body).json(), strict=True)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "b"), (1, "d"), (2, "b"), (3, "d")]
+    assert answer.choices[0].logprobs is None
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 20)
+    native = api.post("/generate", {"text": "~", "sampling_params": {"best_of": 4}}).json()
+    assert native["text"] == "b"
+    assert "output_token_logprobs" not in native["meta_info"]
+    shown = api.post("/v1/completions", body | {"logprobs": 0}).json()["choices"]
+    assert [choice["logprobs"]["token_logprobs"] for choice in shown[:2]] == [[-0.5] * 2, [-1.0] * 4]
+
+
 def test_echo_of_no_tokens_needs_no_worker(api: Api) -> None:
     answer = api.post("/v1/completions", {"model": "m", "prompt": "San ", "max_tokens": 0, "echo": True}).json()
     assert answer["choices"][0]["text"] == "San "

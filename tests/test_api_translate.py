@@ -134,6 +134,28 @@ def test_every_name_of_a_grammar_is_one_native_field() -> None:
     assert refused(GENERATE, {"text": "x", "sampling_params": {"regex": ""}}).param == "sampling_params.regex"
 
 
+def test_bad_words_are_tokens_with_and_without_a_space_before() -> None:
+    asked = {"bad_words": ["ab", " c"]}
+    wanted = ((97, 98), (32, 97, 98), (99,), (32, 99))
+    for endpoint, body in ((CHAT, HI | asked), (COMPLETIONS, {"model": "m", "prompt": "x"} | asked)):
+        words = prepare(endpoint, body).jobs[0].sampling.bad_words
+        assert [bytes(word) for word in words] == [bytes(word) for word in wanted]
+    native = prepare(GENERATE, {"text": "x", "sampling_params": asked}).jobs[0].sampling.bad_words
+    assert len(native) == 4
+
+
+def test_best_of_generates_more_than_it_shows() -> None:
+    for endpoint, body in (
+        (COMPLETIONS, {"model": "m", "prompt": "x", "n": 2, "best_of": 5}),
+        (GENERATE, {"text": "x", "sampling_params": {"n": 2, "best_of": 5}}),
+    ):
+        prepared = prepare(endpoint, body)
+        assert (prepared.plan.n, prepared.plan.best, prepared.plan.logprobs) == (5, 2, False)
+        assert prepared.jobs[0].return_logprob
+    plain = prepare(COMPLETIONS, {"model": "m", "prompt": "x", "n": 2, "best_of": 2})
+    assert (plain.plan.n, plain.plan.best, plain.jobs[0].return_logprob) == (2, 0, False)
+
+
 def test_a_seed_stays_exact_in_redis_and_one_is_chosen_where_none_is_given() -> None:
     for seed in (-(2**63), -1, 2**53 + 1, 2**63 - 1):
         chosen = prepare(CHAT, HI | {"seed": seed}).jobs[0].sampling.sampling_seed
@@ -278,7 +300,11 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
         (COMPLETIONS, {"model": "m", "prompt": ["a"] * 65, "n": 2}, "n"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "logprobs": True}, "logprobs"),
-        (COMPLETIONS, {"model": "m", "prompt": "a", "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "best_of": 2, "n": 3}, "best_of"),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "best_of": 200}, "n"),
+        (COMPLETIONS, {"model": "m", "prompt": "a", "bad_words": ["b" * 2000]}, "bad_words.0"),
+        (GENERATE, {"text": "a", "sampling_params": {"bad_words": ["b"] * 1001}}, "sampling_params.bad_words"),
         (COMPLETIONS, {"model": "m", "prompt": "a", "suffix": "b"}, "suffix"),
         (GENERATE, {}, "text"),
         (GENERATE, {"text": "a", "input_ids": [1]}, "text"),

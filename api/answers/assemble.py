@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ...shared.messages import TextChunk
@@ -12,7 +13,7 @@ from .completions import CompletionStream, completion_body
 from .embeddings import embeddings_body, encode_body
 from .events import StreamEvent
 from .native import GenerateStream, generate_body
-from .results import Choice
+from .results import Choice, best_of, usage_of
 
 
 class AnswerStream(Protocol):
@@ -33,6 +34,11 @@ def stream_of(plan: Plan) -> AnswerStream:
 
 def body_of(plan: Plan, choices: Sequence[Choice]) -> Any:
     """The whole answer, as JSON values."""
+    if plan.best:
+        body = body_of(replace(plan, n=plan.best, best=0), best_of(plan, choices))
+        if isinstance(body, dict) and "usage" in body:
+            body["usage"] = usage_of(plan, [choice.usage for choice in choices])  # what is not shown was generated, too
+        return body
     if plan.endpoint == "/v1/chat/completions":
         return chat_body(plan, choices)
     if plan.endpoint == "/v1/embeddings":

@@ -128,6 +128,17 @@ async def collect(plan: Plan, chunks: AsyncIterator[tuple[int, TextChunk]]) -> l
     return choices
 
 
+def best_of(plan: Plan, choices: Sequence[Choice]) -> list[Choice]:
+    """Of each prompt's choices the `plan.best` of the highest mean log-probability, best first."""
+    groups = [choices[at : at + plan.n] for at in range(0, len(choices), plan.n)]
+    return [choice for group in groups for choice in sorted(group, key=_mean_logprob, reverse=True)[: plan.best]]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    values = [entry.logprob for entry in choice.logprobs if entry.logprob is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
 def usage_of(plan: Plan, usages: Sequence[Usage]) -> UsageBody:
     """The usage of all choices together."""
     return usage_body([list(usages[at : at + plan.n]) for at in range(0, len(usages), plan.n)])

@@ -121,6 +121,7 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: TokenIds | None = None
+    bad_words: StrList | None = None
     stop_regex: StrList | None = None
     no_stop_trim: bool = False
     include_stop_str_in_output: bool = False

@@ -13,6 +13,7 @@ class SamplingParamsBody(RequestModel):
     """`sampling_params`: the fields of `SamplingParams`. None means unset."""
 
     n: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1)  # choices generated, of which the n of the highest mean logprob are shown
     max_new_tokens: int | None = Field(None, ge=0)
     min_new_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0)
@@ -24,6 +25,7 @@ class SamplingParamsBody(RequestModel):
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     stop: StrList | None = None
     stop_token_ids: TokenIds | None = None
+    bad_words: StrList | None = None
     stop_regex: StrList | None = None
     no_stop_trim: bool = False
     ignore_eos: bool = False
