@@ -12,8 +12,8 @@ import torch
 from headrace.shared.errors import ContextLengthExceeded, EngineError, InvalidRequest
 from headrace.shared.messages import GenerateJob
 from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.engine.plan import Slice
 from headrace.worker.engine.runner import ModelRunner
-from headrace.worker.engine.scheduler import Slice
 from kit import engines, tiny_models
 
 POISON = 300  # a token id whose embedding is NaN in the poisoned model

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from headrace.shared.messages import LANES, Lane
 from headrace.worker.engine.blocks import NULL_BLOCK, BlockAllocator, OutOfBlocks
-from headrace.worker.engine.scheduler import Scheduler, Slice
+from headrace.worker.engine.plan import Slice
+from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.sequence import Sequence
 from hypothesis import given
 from hypothesis import strategies as st

@@ -18,7 +18,7 @@ from headrace.worker.engine import engine as engine_module
 from headrace.worker.engine.attention_triton import num_splits
 from headrace.worker.engine.cuda_graphs import Buffers, buckets
 from headrace.worker.engine.engine import TransformersEngine
-from headrace.worker.engine.scheduler import Slice
+from headrace.worker.engine.plan import Slice
 from kit import engines, tiny_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

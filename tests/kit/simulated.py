@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headrace.shared.messages import GenerateJob, Lane, SamplingParams
+from headrace.worker.engine.plan import Slice
 from headrace.worker.engine.prefix import cache_seed
-from headrace.worker.engine.scheduler import Scheduler, Slice
+from headrace.worker.engine.scheduler import Scheduler
 from headrace.worker.engine.sequence import Sequence
 
 NAN = "nan"

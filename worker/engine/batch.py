@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from .blocks import NULL_BLOCK
-from .scheduler import Slice
+from .plan import Slice
 
 Ints = npt.NDArray[np.int64]
 

@@ -25,7 +25,7 @@ import torch
 
 from .batch import AttentionBatch
 from .device_sampler import SamplingArrays
-from .scheduler import Slice
+from .plan import Slice
 from .sequence import Row
 from .step_tensors import FixedBatch, StepTensors, upload
 

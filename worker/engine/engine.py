@@ -30,11 +30,12 @@ from .loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from .logprobs import grouped, most_scored, score
 from .lora import Adapters, linears
 from .memory import num_blocks
+from .plan import Slice
 from .prefix import cache_seed
 from .preparing import Preparing
 from .runner import ModelRunner
 from .sampler import Sample, Sampler
-from .scheduler import Scheduler, Slice
+from .scheduler import Scheduler
 from .sequence import Sequence, stop_ids
 from .weights import blueprint, read_beside
 

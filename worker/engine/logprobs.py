@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ...shared.messages import GenerateJob, TokenLogprob
-from .scheduler import Slice
+from .plan import Slice
 
 LEAST = -9999.0  # in the place of minus infinity, which JSON does not have
 SCORED_LOGITS = 2**25  # of prompt tokens, computed at once: 128 MB of float32

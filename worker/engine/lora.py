@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...shared.errors import Conflict, NotFound
 from .adapter import Adapter
-from .scheduler import Slice
+from .plan import Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from .attention import AttentionBackend, PagedAttention
 from .batch import AttentionBatch, FlatBatch
 from .cuda_graphs import DecodeGraphs, Forward
 from .lora import Adapters
-from .scheduler import Slice
+from .plan import Slice
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from ...shared.messages import LANES, Lane
 from .blocks import BlockAllocator
 from .expected import ExpectedOutput
+from .plan import Plan, Slice
 from .prefix import PrefixCache
-from .sequence import Row, Sequence
+from .sequence import Sequence
 from .speculation import Drafter
 
 _RANK: dict[Lane, int] = {lane: rank for rank, lane in enumerate(LANES)}
@@ -32,57 +32,6 @@ _YIELDS = _RANK["batch"]  # sequences of this rank make room for those before th
 _BACKLOG = 4
 
 _by_order = attrgetter("order")
-
-
-@dataclass(slots=True, eq=False)
-class Slice:
-    """Tokens `start … start + length` of a sequence, computed in one step; the last of them may be guesses."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    draft: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The slice's input ids."""
-        return [*self.sequence.token_ids[self.start : self.end], *self.draft]
-
-    @property
-    def num_sampled(self) -> int:
-        """From how many of the slice's last rows a token is sampled: none where it does not reach the newest token."""
-        return 1 + len(self.draft) if self.end - len(self.draft) == len(self.sequence.token_ids) else 0
-
-    @property
-    def scored(self) -> range:
-        """The places whose logits tell of the next token of the prompt, where somebody asks."""
-        return self.sequence.unscored(self.start, self.end)
-
-    @property
-    def rows(self) -> list[Row]:
-        """What is sampled from, in the order of the flat batch."""
-        return [Row(self.sequence, self.draft[:count]) for count in range(self.num_sampled)]
-
-
-class _Plan:
-    """What has been given away of a step's budget, and of the pool."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.promised = 0  # free blocks that what runs is expected to need
-        self.lengths: dict[Sequence, int] = {}
-        self.drafts: dict[Sequence, tuple[int, ...]] = {}
-
-    def take(self, sequence: Sequence, length: int) -> None:
-        self.lengths[sequence] = length
-        self.budget -= length
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.lengths.pop(sequence, 0)
 
 
 class Scheduler:
@@ -167,7 +116,7 @@ class Scheduler:
     def schedule(self) -> list[Slice]:
         """Plan a step; the blocks of its tokens are allocated. Empty only when nothing waits or runs."""
         # Fixed chunks are not cut to what decoding leaves over, so they get room beside it.
-        plan = _Plan(self.max_batch_tokens + self.fixed_chunks * self.max_running)
+        plan = Plan(self.max_batch_tokens + self.fixed_chunks * self.max_running)
         preemptions = self.preemptions
         self._plan_running(plan)
         if self._waiting and self.preemptions == preemptions:
@@ -176,20 +125,17 @@ class Scheduler:
         self._stalled = bool(self._waiting)
         if self.speculate:
             self._draft(plan)
-        return [
-            Slice(sequence, sequence.num_computed, length, plan.drafts.get(sequence, ()))
-            for sequence, length in plan.lengths.items()
-        ]
+        return plan.slices()
 
     def commit(self, piece: Slice) -> None:
         """Note that a slice was computed; its guesses do not count before `verify`."""
-        piece.sequence.num_computed = piece.end - len(piece.draft)
+        piece.sequence.num_computed = piece.start + piece.length - len(piece.draft)
 
     def retract(self) -> None:
         """Send everything that runs back to wait: its K/V is no longer what the model would compute, nor is what the
         prefix cache holds."""
         while self.running:
-            self._preempt(self.running[-1], _Plan(0))
+            self._preempt(self.running[-1], Plan(0))
         self.cache.flush()
 
     def verify(self, piece: Slice, accepted: int = 0) -> None:
@@ -212,7 +158,7 @@ class Scheduler:
         """Send a sequence back to wait, and guess no more for it: what its guesses left behind its newest token is not
         fit to be attended to."""
         sequence.drafter = Drafter(0)
-        self._preempt(sequence, _Plan(0))
+        self._preempt(sequence, Plan(0))
 
     def check_integrity(self) -> None:
         """Assert that no block, sequence or slot is lost."""
@@ -223,14 +169,18 @@ class Scheduler:
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
         self.cache.check_integrity(self.running)
 
-    def _plan_running(self, plan: _Plan) -> None:
+    def _plan_running(self, plan: Plan) -> None:
         """Give what runs its share: one token to each that decodes, then chunks to those that prefill."""
-        prefilling = []
+        prefilling, size, budget = [], self.blocks.block_size, plan.budget
         for sequence in self.running.copy():
-            if sequence.num_pending > 1:
+            tokens = len(sequence.token_ids)
+            if tokens - sequence.num_computed > 1:
                 prefilling.append(sequence)
-            elif sequence.running and self._reserve(sequence, 1, plan):
-                plan.take(sequence, 1)
+            elif sequence.running and (  # most find a place in the block they have: no call for those
+                tokens <= len(sequence.block_table) * size or self._reserve(sequence, 1, plan)
+            ):
+                plan.lengths[sequence] = 1
+        plan.budget = budget - len(plan.lengths)
         held_up, self._backlog = [], 0
         for sequence in prefilling:
             length = self._chunk(sequence, sequence.num_computed, plan)
@@ -241,7 +191,7 @@ class Scheduler:
             self._backlog += sequence.num_pending - length
         self._age(held_up)
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Plan) -> None:
         """Start what waits, in order. Nobody overtakes: what does not fit now would otherwise wait for ever."""
         plan.promised = sum(self._growth(sequence) for sequence in self.running)
         for sequence in self._waiting.copy():
@@ -253,7 +203,7 @@ class Scheduler:
                 return
             self._start(sequence, hits, length, plan)
 
-    def _draft(self, plan: _Plan) -> None:
+    def _draft(self, plan: Plan) -> None:
         """Give what is left of the budget to guesses of those that decode; nobody pays for them with blocks."""
         for sequence, length in plan.lengths.items():
             if plan.budget <= 0:
@@ -267,11 +217,9 @@ class Scheduler:
             draft = sequence.drafter.draft(sequence.token_ids, most)
             if draft:
                 self._reserve(sequence, 1 + len(draft), plan)
-                plan.drafts[sequence] = draft
-                plan.budget -= len(draft)
-                plan.lengths[sequence] += len(draft)
+                plan.guess(sequence, draft)
 
-    def _start(self, sequence: Sequence, hits: list[int], length: int, plan: _Plan) -> None:
+    def _start(self, sequence: Sequence, hits: list[int], length: int, plan: Plan) -> None:
         self._waiting.remove(sequence)
         insort(self.running, sequence, key=_by_order)
         sequence.running = True
@@ -281,7 +229,7 @@ class Scheduler:
         plan.promised += self._growth(sequence)
         self._backlog += sequence.num_pending - length
 
-    def _chunk(self, sequence: Sequence, computed: int, plan: _Plan) -> int:
+    def _chunk(self, sequence: Sequence, computed: int, plan: Plan) -> int:
         """How many tokens after the `computed` ones go into this step."""
         if not self.fixed_chunks:
             return min(len(sequence.token_ids) - computed, plan.budget, sequence.max_chunk)
@@ -289,7 +237,7 @@ class Scheduler:
         length = min(left, self.max_batch_tokens, sequence.max_chunk) if left > 0 else 1
         return length if length <= plan.budget else 0
 
-    def _reserve(self, sequence: Sequence, length: int, plan: _Plan) -> bool:
+    def _reserve(self, sequence: Sequence, length: int, plan: Plan) -> bool:
         """Give a running sequence the blocks of its next tokens, at the cost of the last in order.
         False where that was the sequence itself."""
         need = self.blocks.blocks_for(sequence.num_computed + length) - len(sequence.block_table)
@@ -305,7 +253,7 @@ class Scheduler:
         sequence.block_table += self.blocks.allocate(need)
         return True
 
-    def _make_room(self, sequence: Sequence, hits: list[int], plan: _Plan) -> bool:
+    def _make_room(self, sequence: Sequence, hits: list[int], plan: Plan) -> bool:
         """Whether a waiting sequence may start: at the cost of the newest of those that yield to it, where their
         places are enough."""
         if self._fits(sequence, hits, plan):
@@ -321,7 +269,7 @@ class Scheduler:
             self._preempt(victim, plan)
         return self._fits(sequence, hits, plan)
 
-    def _fits(self, sequence: Sequence, hits: list[int], plan: _Plan) -> bool:
+    def _fits(self, sequence: Sequence, hits: list[int], plan: Plan) -> bool:
         if not self.running:
             return True
         if len(self.running) >= self.max_running:
@@ -340,7 +288,7 @@ class Scheduler:
     def _growth(self, sequence: Sequence) -> int:
         return self._size(sequence) - len(sequence.block_table)
 
-    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         self.preemptions += 1
         plan.drop(sequence)
         self._stop(sequence)

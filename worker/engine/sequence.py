@@ -116,13 +116,10 @@ class Sequence:
 
     def finish(self) -> Finish | None:
         """Why the sequence ends after its newest output token, or None where it goes on."""
-        if self.num_output_tokens > 0:
-            last = self.token_ids[-1]
-            if last in self.stop_ids and self.num_output_tokens > self.params.min_new_tokens:
-                return Finish("stop", matched=last)
-        if len(self.token_ids) >= self.max_tokens:
-            return Finish("length")
-        return None
+        last, count = self.token_ids[-1], len(self.token_ids)
+        if last in self.stop_ids and count - self.num_prompt_tokens > self.params.min_new_tokens:
+            return Finish("stop", matched=last)
+        return Finish("length") if count >= self.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)

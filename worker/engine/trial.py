@@ -22,8 +22,8 @@ from ...shared.messages import GenerateJob, SamplingParams
 from .attention import PagedAttention, attend_causal
 from .backends import make_backend
 from .kv_cache import LayerShape
+from .plan import Slice
 from .runner import ModelRunner
-from .scheduler import Slice
 from .sequence import Sequence as Generation
 
 PROBE = "headrace_probe"
