@@ -2,7 +2,7 @@
 
     python bench/scheduler_cost.py [--running 32 256 512] [--waiting 64] [--speculate 0]
 
-Sequences that decode, with nothing but the scheduler. Prints one line of JSON per count: microseconds a step, median and
+Sequences that decode, with nothing but the scheduler. Prints a line of JSON per count: microseconds a step, median and
 best of many steps, the prefix cache's part (a key for each full block) included.
 """
 
