@@ -22,6 +22,7 @@ from .protocol.control import (
     LoadLoraRequest,
     PauseRequest,
     PoolRequest,
+    ProfileRequest,
     UnloadLoraRequest,
     UpdateWeightsRequest,
 )
@@ -38,6 +39,7 @@ UNLIMITED_PATHS = ("/v1/files", "/v1/uploads")
 BODIES: list[type[BaseModel]] = [
     *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest, EncodeRequest),
     *(PoolRequest, PauseRequest, AbortRequest, UpdateWeightsRequest, LoadLoraRequest, UnloadLoraRequest),
+    ProfileRequest,
 ]
 
 

@@ -14,7 +14,7 @@ ADMIN_PATHS = frozenset(
     {
         *("/server_info", "/model_info", "/flush_cache", "/abort_request"),
         *("/pause_generation", "/continue_generation", "/update_weights_from_disk"),
-        *("/load_lora_adapter", "/unload_lora_adapter"),
+        *("/load_lora_adapter", "/unload_lora_adapter", "/start_profile", "/stop_profile"),
     }
 )
 DEFAULT_TENANT = "default"

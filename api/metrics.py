@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..shared.messages import Usage
+from ..shared.registry import ProcessInfo
+from .worker_metrics import ProcessMetrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -46,5 +50,6 @@ class Metrics:
             self.cached_tokens.labels(model).inc(usage.cached_tokens)
         self.generation_tokens.labels(model).inc(usage.completion_tokens)
 
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
+    def page(self, processes: Sequence[ProcessInfo] = ()) -> bytes:
+        """This replica's own, and what the deployment's processes say of themselves."""
+        return generate_latest(self._registry) + generate_latest(ProcessMetrics(processes))

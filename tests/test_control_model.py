@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from kit.adapters import make, merge
 from kit.control import Control
 from kit.deployment import Deployment, terminate
 from kit.engines import random_prompts, reference
+from kit.serving import wait_until
 from kit.tiny_models import build
+from prometheus_client.parser import text_string_to_metric_families
 
 PROMPTS = random_prompts([6, 11, 17])
 TOKENS = 8
@@ -36,7 +39,7 @@ def control(
         client.flushall()
     folder = tmp_path_factory.mktemp("deployment")
     with Deployment(redis_server.url, folder, model=folders["v0"]) as deployment:
-        flags = ("--dtype", "float32", "--kv-memory", "64mb", "--threads", "1")
+        flags = ("--dtype", "float32", "--kv-memory", "64mb", "--threads", "1", "--profile-dir", str(folder / "traces"))
         control = Control(deployment, *flags, wait_s=20)
         yield control
         control.http.close()
@@ -185,3 +188,37 @@ def test_a_bad_adapter_is_refused_and_nothing_changes(
     assert "no adapter" in control.error("/load_lora_adapter", 409, lora_name="m", lora_path=str(good))
     assert tokens(control, PROMPTS) == expected(folders["v0"])
     assert [model["id"] for model in control.http.get("/v1/models").json()["data"]] == ["m"]
+
+
+def test_workers_are_measured_and_traced(control: Control, folders: dict[str, Path]) -> None:
+    before = measured(control)
+    started = control.post("/start_profile", num_steps=500)
+    tokens(control, PROMPTS * 4)
+    done = control.post("/stop_profile")
+    begun = {worker["id"]: worker["detail"]["trace"] for worker in started["workers"]}
+    for worker in done["workers"]:
+        assert worker["detail"]["trace"] == begun[worker["id"]]
+        assert json.loads(Path(worker["detail"]["trace"]).read_text())["traceEvents"]
+    assert "No trace is being made" in control.error("/stop_profile", 409)
+    assert "Invalid value for 'num_steps'" in control.error("/start_profile", 400, num_steps=0)
+
+    def gained() -> float:
+        return measured(control)["headrace_worker_tokens", "decode"] - before["headrace_worker_tokens", "decode"]
+
+    wait_until(lambda: gained() >= 4 * len(PROMPTS) * TOKENS, "the heartbeats tell of every token")
+    after = measured(control)
+    for phase in ("pull", "schedule", "forward", "sample", "publish"):
+        assert after["headrace_worker_phase_seconds", phase] > before["headrace_worker_phase_seconds", phase]
+    assert after["headrace_worker_kv_blocks", ""] > 0
+
+
+def measured(control: Control) -> dict[tuple[str, str], float]:
+    """What /metrics says of all workers together, by family and third label."""
+    out: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(control.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("headrace_worker"):
+                assert sample.labels["model"] == "m"
+                rest = "".join(value for name, value in sample.labels.items() if name not in ("model", "worker"))
+                out[family.name, rest] = out.get((family.name, rest), 0) + sample.value
+    return out

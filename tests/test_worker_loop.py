@@ -80,6 +80,15 @@ class OneToken:
     def loras(self) -> Mapping[str, str]:
         return {}
 
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def start_profile(self, steps: int) -> str:
+        raise InvalidRequest("nothing to trace")
+
+    def stop_profile(self) -> str:
+        raise InvalidRequest("nothing to trace")
+
     def retract(self) -> None:
         pass
 

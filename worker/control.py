@@ -62,6 +62,8 @@ class Controller:
             "commit": self._commit,
             "discard": self._discard,
             "unload_lora": self._unload_lora,
+            "start_profile": lambda args: {"trace": engine.start_profile(args["steps"]), "steps": args["steps"]},
+            "stop_profile": lambda _: {"trace": engine.stop_profile()},
         }
         self._readers: Mapping[str, Callable[[Args], Staged]] = {
             "read_weights": self._read_weights,

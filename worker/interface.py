@@ -89,6 +89,22 @@ class Engine(Protocol):
         """The content id of each loaded adapter by name: `add` runs a job with the one that its `model` names."""
         ...
 
+    def stats(self) -> Mapping[str, float]:
+        """Sums since the start, and how full it is now, as `/metrics` shows them; cheap."""
+        ...
+
+    def start_profile(self, steps: int) -> str:
+        """Trace the next steps into a file. Returns its path.
+
+        Raises:
+            InvalidRequest, Conflict: there is no folder for it; another trace is being made.
+        """
+        ...
+
+    def stop_profile(self) -> str:
+        """End the trace that is being made, now. Returns its path. Raises Conflict where there is none."""
+        ...
+
     def retract(self) -> None:
         """Take the K/V of every sequence away; each computes it again when it goes on, and keeps its tokens."""
         ...

@@ -23,6 +23,7 @@ from ..shared.token_stream import Append, TokenStream, Written
 from .adapters import PoolAdapters
 from .control import Controller
 from .interface import Engine, StepOutput
+from .meter import Meter
 from .pace import Pace
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Worker:
         self._owner = owner
         self._consumer = consumer
         self._pace = Pace(lease_s)
+        self._meter = Meter("pull", "publish")
         self._drain_s = drain_s
         self._interval = stream_interval
         self._stop = stop
@@ -91,10 +93,9 @@ class Worker:
         while self._going():
             self._beat()
             ended = self._obey()
-            self._take_jobs()
+            self._meter.timed("pull", self._take_jobs)
             outputs = self._step()
-            self._settle()
-            self._flush(ended + outputs)
+            self._meter.timed("publish", self._publish, ended + outputs)
             if not self._held or self._control.standing_still:
                 self._rest()
         self._settle()
@@ -129,7 +130,12 @@ class Worker:
 
     def _beat(self) -> None:
         if self._member.due():
-            self._member.update(running=len(self._held), free_slots=self._engine.free_slots())
+            seconds = {f"{phase}_seconds": total for phase, total in self._meter.seconds.items()}
+            self._member.update(
+                running=len(self._held),
+                free_slots=self._engine.free_slots(),
+                stats={**self._engine.stats(), **seconds},
+            )
             try:
                 self._member.beat(self._client)
             except TRANSIENT as e:
@@ -210,6 +216,10 @@ class Worker:
 
     def _fail(self, claim: Claim, finish: Finish) -> None:
         self._queue.fail(self._owner, claim.job.rid, claim.epoch, claim.produced, finish)
+
+    def _publish(self, outputs: list[StepOutput]) -> None:
+        self._settle()
+        self._flush(outputs)
 
     def _flush(self, outputs: Iterable[StepOutput]) -> None:
         """Publish what a step made, and renew the leases of those that made nothing for a while."""

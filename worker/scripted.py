@@ -141,6 +141,15 @@ class ScriptedEngine:
     def loras(self) -> Mapping[str, str]:
         return {}
 
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def start_profile(self, steps: int) -> str:
+        raise InvalidRequest("a scripted worker computes nothing to trace")
+
+    def stop_profile(self) -> str:
+        raise InvalidRequest("a scripted worker computes nothing to trace")
+
     def retract(self) -> None:
         """A replay has no K/V; it goes on where it stands."""
 

@@ -52,6 +52,7 @@ class WorkerSettings(StoreSettings):
     )
     max_loras: int = Field(8, ge=0, description="adapters that may be loaded at a time")
     max_lora_rank: int = Field(64, ge=1, description="largest rank of an adapter")
+    profile_dir: str = Field("", description="folder for the traces that /start_profile asks for; by default refused")
     scripted: str = Field("", description="replay this JSON-lines file instead of running a model")
     stream_interval: int = Field(1, ge=1, description="tokens per published chunk, after the first token")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get after SIGTERM")

@@ -37,6 +37,12 @@ class UpdateWeightsRequest(PoolRequest):
     mode: Literal["abort", "retract", "in_place"] = "retract"
 
 
+class ProfileRequest(PoolRequest):
+    """How many steps of each worker are traced."""
+
+    num_steps: int = Field(20, ge=1, le=1000)
+
+
 class LoadLoraRequest(PoolRequest):
     """An adapter as PEFT saves it, in a folder that every worker of the base model `model` sees. One that has the name
     already is replaced; what runs with it goes on."""

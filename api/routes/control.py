@@ -18,6 +18,7 @@ from ..protocol.control import (
     LoadLoraRequest,
     PauseRequest,
     PoolRequest,
+    ProfileRequest,
     UnloadLoraRequest,
     UpdateWeightsRequest,
 )
@@ -72,6 +73,22 @@ async def unload_lora_adapter(request: Request) -> Response:
     """Serve an adapter no more; what runs with it goes on."""
     asked = parse(UnloadLoraRequest, await _body(request))
     return json_response(await services_of(request).control.unload_lora(asked.lora_name))
+
+
+@router.post("/start_profile", openapi_extra=json_body(ProfileRequest))
+async def start_profile(request: Request) -> Response:
+    """Have each worker of a model trace its next steps into a file of its own, under its --profile-dir."""
+    asked = parse(ProfileRequest, await _body(request))
+    return json_response(
+        await services_of(request).control.tell(asked.model, "start_profile", {"steps": asked.num_steps})
+    )
+
+
+@router.post("/stop_profile", openapi_extra=json_body(PoolRequest))
+async def stop_profile(request: Request) -> Response:
+    """Have them end the trace before its steps are over."""
+    asked = parse(PoolRequest, await _body(request))
+    return json_response(await services_of(request).control.tell(asked.model, "stop_profile", {}))
 
 
 @router.post("/abort_request", openapi_extra=json_body(AbortRequest))

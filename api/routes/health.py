@@ -70,8 +70,13 @@ async def _served_model(backend: Backend) -> str:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """What this replica counts, for Prometheus."""
-    return Response(services_of(request).metrics.page(), media_type=CONTENT_TYPE)
+    """What this replica counts and what the workers say of themselves, for Prometheus."""
+    services = services_of(request)
+    try:
+        processes = await services.backend.processes.alive()
+    except STORE_ERRORS:
+        processes = []  # what this replica counts is there all the same
+    return Response(services.metrics.page(processes), media_type=CONTENT_TYPE)
 
 
 @router.get("/server_info")

@@ -14,9 +14,11 @@ from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest,
 from ...shared.messages import LANES, Finish, GenerateJob
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
+from ..meter import Meter
 from ..settings import WorkerSettings
 from .encoder_model import load_encoder
 from .loader import resolve_device, resolve_dtype
+from .profiler import Profiler
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,9 @@ class EncoderEngine:
         self._alone = settings.deterministic
         self._waiting: dict[str, Waiting] = {}
         self._arrivals = 0
+        self._meter = Meter("forward")
+        self._steps = self._tokens = 0  # since the start
+        self._profiler = Profiler(settings.profile_dir, card.name)
 
     def add(self, job: GenerateJob, produced: Sequence[int] = ()) -> None:
         if job.rid in self._waiting:
@@ -85,7 +90,11 @@ class EncoderEngine:
         texts = self._choose()
         for text in texts:
             del self._waiting[text.job.rid]
-        return self._encode(texts)
+        self._steps += bool(texts)
+        self._tokens += sum(text.length for text in texts)
+        outputs = self._meter.timed("forward", self._encode, texts)
+        self._profiler.step()
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._waiting)
@@ -108,6 +117,20 @@ class EncoderEngine:
 
     def loras(self) -> Mapping[str, str]:
         return {}
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            "steps": self._steps,
+            "prefill_tokens": self._tokens,
+            "sequences_waiting": len(self._waiting),
+            "forward_seconds": self._meter.seconds["forward"],
+        }
+
+    def start_profile(self, steps: int) -> str:
+        return self._profiler.start(steps)
+
+    def stop_profile(self) -> str:
+        return self._profiler.stop()
 
     def retract(self) -> None:
         """A text has no K/V between steps."""

@@ -18,6 +18,7 @@ from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest
 from ...shared.messages import Finish, GenerateJob, ModelCard, TokenLogprob
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
+from ..meter import Meter
 from ..settings import WorkerSettings
 from .adapter import read_adapter
 from .attention_triton import TritonAttention
@@ -33,6 +34,7 @@ from .memory import num_blocks
 from .plan import Slice
 from .prefix import cache_seed
 from .preparing import Preparing
+from .profiler import Profiler
 from .runner import ModelRunner
 from .sampler import Sample, Sampler
 from .scheduler import Scheduler
@@ -85,6 +87,9 @@ class TransformersEngine:
         self._sampler = Sampler(loaded.device)
         self._shared = settings.prefix_cache == "shared"
         self._arrivals = 0
+        self._meter = Meter("schedule", "forward", "sample")
+        self._steps = self._prefill_tokens = self._decode_tokens = 0  # since the start
+        self._profiler = Profiler(settings.profile_dir, self.card.name)
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
     def add(self, job: GenerateJob, produced: Ids[int] = ()) -> None:
@@ -109,8 +114,11 @@ class TransformersEngine:
     def step(self) -> list[StepOutput]:
         self._begin_prepared()
         ended, self._ended = self._ended, []
-        for group in grouped(self._scheduler.schedule(), self.card.vocab_size):
+        slices = self._meter.timed("schedule", self._scheduler.schedule)
+        self._count(slices)
+        for group in grouped(slices, self.card.vocab_size):
             ended += self._advance(group)
+        self._profiler.step()
         return ended
 
     def has_work(self) -> bool:
@@ -153,6 +161,30 @@ class TransformersEngine:
     def flush_cache(self) -> int:
         return self._scheduler.cache.flush()
 
+    def stats(self) -> dict[str, float]:
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        return {
+            "steps": self._steps,
+            "prefill_tokens": self._prefill_tokens,
+            "decode_tokens": self._decode_tokens,
+            "sequences_running": len(scheduler.running),
+            "sequences_waiting": len(scheduler) - len(scheduler.running) + len(self._preparing),
+            "kv_blocks": scheduler.blocks.usable,
+            "kv_blocks_used": scheduler.blocks.usable - scheduler.blocks.num_free,
+            "prefix_queried_tokens": cache.queried_tokens,
+            "prefix_hit_tokens": cache.hit_tokens,
+            "preemptions": scheduler.preemptions,
+            "draft_tokens": scheduler.drafted,
+            "accepted_tokens": scheduler.accepted,
+            **{f"{phase}_seconds": seconds for phase, seconds in self._meter.seconds.items()},
+        }
+
+    def start_profile(self, steps: int) -> str:
+        return self._profiler.start(steps)
+
+    def stop_profile(self) -> str:
+        return self._profiler.stop()
+
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
 
@@ -172,6 +204,12 @@ class TransformersEngine:
         for sequence in ready:
             self._scheduler.add(sequence)
         self._ended += [StepOutput(rid, finish=finish) for rid, finish in refused]
+
+    def _count(self, slices: list[Slice]) -> None:
+        sampled = sum(piece.num_sampled for piece in slices)
+        self._steps += bool(slices)
+        self._decode_tokens += sampled
+        self._prefill_tokens += sum(piece.length for piece in slices) - sampled
 
     def _advance(self, slices: list[Slice]) -> list[StepOutput]:
         """Compute slices. Where that fails they are tried again in halves, so that only the guilty ones pay.
@@ -205,7 +243,7 @@ class TransformersEngine:
             piece.sequence.verified = False
         filling = self._grammars.fill([row for piece in slices for row in piece.rows])
         try:
-            computed = self._runner.run(slices)
+            computed = self._meter.timed("forward", self._runner.run, slices)
         finally:
             masks = filling.result() if filling is not None else None
         for piece, logits in computed.scored:
@@ -215,7 +253,7 @@ class TransformersEngine:
         rows = [row for piece in computed.sampled for row in piece.rows]
         if computed.drawn is not None and masks is None and all(map(is_plain, rows)):
             return computed.sampled, samples(computed.drawn)
-        return computed.sampled, self._sampler.sample(computed.logits, rows, masks)
+        return computed.sampled, self._meter.timed("sample", self._sampler.sample, computed.logits, rows, masks)
 
     def _accept(self, piece: Slice, drawn: list[Sample]) -> StepOutput:
         """Take what was sampled from a slice, up to the first token that was not guessed; end the sequence where it

@@ -49,11 +49,11 @@ def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
+    """(inputs, outputs) of a linear, ours among them."""
     if isinstance(module, Conv1D):
         return module.nx, module.nf
-    return None
+    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Adapters:
     def _add(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not self._groups:
             return
-        x, y = inputs[0].flatten(0, -2), output.flatten(0, -2)
+        x, y = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])  # never a copy: it is added to in place
         for group in self._groups:
             assert x.shape[0] == group.total, f"{type(module).__name__} with an adapter does not see every row"
             rows = None
