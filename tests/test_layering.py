@@ -164,6 +164,6 @@ def test_the_readme_has_a_line_for_every_file() -> None:
         str(path.relative_to(ROOT))
         for top in (*LAYERS, "tests", "bench", "docs")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".lua", ".md") and path.name != "__init__.py"
+        if path.suffix in (".py", ".lua", ".md", ".sh") and path.name != "__init__.py"
     }
     assert {name for name in listed if not name.startswith("deploy/") or name.endswith(".py")} == there

@@ -18,6 +18,7 @@ from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
 from . import rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
+from .attention_triton import triton_is_installed
 from .fuse import fuse_norms
 from .kv_cache import LayerShape
 
@@ -94,6 +95,10 @@ def adopt(model: Any, *, name: str, num_layers: int, context_length: int) -> Loa
         layers = trial.layers_of(trial.look(model, parameter.device), num_layers, context_length)
         model.set_attn_implementation(IMPLEMENTATION)
         attention.attach(model)
+        if parameter.device.type == "cuda" and triton_is_installed():
+            from .fuse_cuda import fuse
+
+            fuse(model)
         log.info("%s: %d norms fused", kind, fuse_norms(model))
         trial.prove(model, attention, layers, wanted)
     except trial.Mismatch as e:

@@ -1,0 +1,156 @@
+"""The bare engine on one device: decoding by batch size, prefill by prompt length, and many requests of mixed lengths.
+
+    python bench/engine_sweeps.py --model DIR [--output FILE.csv] [--only decode prefill mixed] [worker flags]
+
+decode   N sequences of 128 tokens in, 64 out: tokens/s and the median step; the share of bandwidth: the weights' bytes
+         and the K/V that a step reads over its time, against a measured copy (bytes read plus written)
+prefill  one prompt of N tokens: tokens/s
+mixed    --requests of --low … --high tokens in and out, all added at once: output tokens/s, the figure that peers print
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from headrace.shared.messages import GenerateJob, SamplingParams
+from headrace.shared.settings import load
+from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.settings import WorkerSettings
+
+Line = dict[str, Any]
+
+
+def job(rid: str, prompt: int, output: int, vocabulary: int, temperature: float) -> GenerateJob:
+    ids = tuple(random.randrange(vocabulary) for _ in range(prompt))
+    sampling = SamplingParams(max_new_tokens=output, temperature=temperature, ignore_eos=True, sampling_seed=1)
+    return GenerateJob(rid=rid, model="", pool="", tokenizer="", input_ids=ids, sampling=sampling)
+
+
+def run(engine: TransformersEngine, jobs: list[GenerateJob]) -> tuple[float, int, list[float]]:
+    """Seconds, tokens made, and the seconds of the steps in which every job made a token."""
+    for each in jobs:
+        engine.add(each)
+    tokens, full, begun = 0, [], time.perf_counter()
+    while engine.has_work():
+        start = time.perf_counter()
+        made = sum(len(output.token_ids) for output in engine.step())
+        if made == len(jobs):
+            full.append(time.perf_counter() - start)
+        tokens += made
+    return time.perf_counter() - begun, tokens, full
+
+
+def decode(engine: TransformersEngine, args: argparse.Namespace, weights: int, copied: float) -> Iterator[Line]:
+    for count in args.batch:
+        seconds, tokens, steps = run(engine, [job(str(i), 128, 64, args.vocabulary, 0.0) for i in range(count)])
+        median = statistics.median(steps)
+        read = weights + count * (128 + 32) * args.kv_bytes
+        yield {
+            "sweep": "decode",
+            "n": count,
+            "tokens_per_s": round(tokens / seconds),
+            "step_ms": round(median * 1e3, 3),
+            "decode_tokens_per_s": round(count / median),
+            "of_copy": round(read / median / copied, 3) if copied else "",
+        }
+
+
+def prefill(engine: TransformersEngine, args: argparse.Namespace) -> Iterator[Line]:
+    for length in args.prompt:
+        times = [run(engine, [job("p", length, 1, args.vocabulary, 0.0)])[0] for _ in range(4)][1:]
+        median = statistics.median(times)
+        yield {
+            "sweep": "prefill",
+            "n": length,
+            "tokens_per_s": round(length / median),
+            "step_ms": round(median * 1e3, 3),
+        }
+
+
+def mixed(engine: TransformersEngine, args: argparse.Namespace) -> Iterator[Line]:
+    random.seed(0)
+    lengths = [(random.randint(args.low, args.high), random.randint(args.low, args.high)) for _ in range(args.requests)]
+    jobs = [job(str(i), given, made, args.vocabulary, 0.6) for i, (given, made) in enumerate(lengths)]
+    seconds, tokens, _ = run(engine, jobs)
+    yield {"sweep": "mixed", "n": args.requests, "tokens_per_s": round(tokens / seconds), "step_ms": ""}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy on a GPU, read plus written; 0 on a CPU, where nothing is compared with it."""
+    if device.type != "cuda":
+        return 0.0
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    target.copy_(source)
+    start.record()
+    for _ in range(20):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--only", nargs="+", choices=["decode", "prefill", "mixed"], default=["decode", "prefill", "mixed"]
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--low", type=int, default=100)
+    parser.add_argument("--high", type=int, default=1024)
+    args, flags = parser.parse_known_args()
+    begun = time.perf_counter()
+    settings = load(WorkerSettings, ["--prefix-cache", "off", *flags], "engine_sweeps.py")
+    engine = TransformersEngine(settings)
+    started = time.perf_counter() - begun
+    runner = engine._runner
+    device, parameters = runner._cache.device, list(runner._model.parameters())
+    weights = sum(
+        parameter.numel() * parameter.element_size() for parameter in {p.data_ptr(): p for p in parameters}.values()
+    )
+    config = runner._model.config.get_text_config()
+    heads, dim = (
+        config.num_key_value_heads,
+        getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+    )
+    args.kv_bytes = 2 * config.num_hidden_layers * heads * dim * parameters[0].element_size()
+    args.vocabulary = engine.card.vocab_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    about = {"date": datetime.date.today().isoformat(), "device": name, "model": engine.card.name}
+    about |= {"dtype": engine.card.dtype, "graphs": runner._graphs is not None, "start_s": round(started, 1)}
+    run(engine, [job("warm", 64, 8, args.vocabulary, 0.6)])
+    sweeps = {
+        "decode": lambda: decode(engine, args, weights, copy_bandwidth(device)),
+        "prefill": lambda: prefill(engine, args),
+        "mixed": lambda: mixed(engine, args),
+    }
+    lines = []
+    for sweep in args.only:
+        for line in sweeps[sweep]():
+            lines.append(about | line)
+            print(lines[-1], file=sys.stderr, flush=True)
+    for target in [sys.stdout] + ([args.output.open("w", newline="")] if args.output else []):
+        fields = [*about, "sweep", "n", "tokens_per_s", "step_ms", "decode_tokens_per_s", "of_copy"]
+        writer = csv.DictWriter(target, fields)
+        writer.writeheader()
+        writer.writerows(lines)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

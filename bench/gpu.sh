@@ -1,0 +1,44 @@
+#!/bin/sh
+# All that needs a GPU, in one call of under ten minutes: the kernels' and the engine's tests compiled for it, the
+# kernels against its bandwidth and matrix rate, decoding and prefill sweeps, and 256 requests of 100 to 1,024 tokens in
+# and out on a model of Qwen3-0.6B's shape with random weights. Results are CSV files under bench/results/.
+#
+#     bench/gpu.sh [PYTHON]          PYTHON has headrace[worker,dev] installed, with torch for CUDA
+#
+# Each part has a limit of its own, so that one that hangs does not take the others with it; the exit status says whether
+# all passed.
+set -u
+cd "$(dirname "$0")/.."
+PYTHON=${1:-python3}
+OUT=bench/results
+MODEL=${TMPDIR:-/tmp}/headrace-qwen3-0.6b
+failed=""
+
+part() { # NAME SECONDS COMMAND…
+    name=$1 limit=$2
+    shift 2
+    echo "== $name (at most $limit s)"
+    timeout "$limit" "$@" || { echo "== $name FAILED with $?"; failed="$failed $name"; }
+}
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "no CUDA device: torch sees no GPU here (nvidia-smi and torch.version.cuda tell why); nothing was run" >&2
+    exit 1
+fi
+DEVICE=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().replace(" ", "-").lower())')
+STEM="$OUT/$(date +%Y-%m-%d)-$DEVICE"
+mkdir -p "$OUT"
+unset TRITON_INTERPRET
+
+part tests 150 "$PYTHON" -m pytest -q -m 'not long' -p no:cacheprovider \
+    tests/test_kernels_attention.py tests/test_kernels_rows.py tests/test_kernels_sampling.py tests/test_kernels_lora.py \
+    tests/test_engine_triton.py tests/test_engine_fuse_cuda.py
+part kernels 120 "$PYTHON" bench/kernels.py --output "$STEM-kernels.csv"
+part model 60 "$PYTHON" bench/random_model.py "$MODEL"
+part qwen3-0.6b 150 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --output "$STEM-engine.csv"
+part without-graphs 60 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --no-cuda-graphs \
+    --only decode --batch 1 32 256 --output "$STEM-engine-without-graphs.csv"
+
+echo "== results"
+ls -l "$OUT"
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
