@@ -53,7 +53,7 @@ def draw(logits: torch.Tensor, count: int, allowed: torch.Tensor | None = None, 
     rows = [Row(dataclasses.replace(first)) for _ in range(together)]
     many, masks = logits.repeat(together, 1), None
     if allowed is not None:
-        words = np.packbits(np.pad(allowed.numpy(), (0, -len(allowed) % 32)), bitorder="little").view(np.int32)
+        words = np.packbits(np.pad(allowed.numpy(), (0, -len(allowed) % 64)), bitorder="little").view(np.int32)
         masks = Masks({one: place for place, one in enumerate(rows)}, np.tile(words, (together, 1)))
     counts = torch.zeros(len(logits), dtype=torch.int64)
     for start in range(0, count, together):

@@ -1,4 +1,4 @@
-"""The sampler that numba compiles against the twin that sorts: the same tokens, whatever the limits."""
+"""What numba compiles for sampling against the twins: the same tokens whatever the limits, the same tokens banned."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from headrace.kernels.cpu.bitmask import apply_bitmask
 from headrace.kernels.cpu.sample import sample
 
 sample_reference = pytest.importorskip("headrace.kernels.sample").sample_reference
+apply_bitmask_reference = pytest.importorskip("headrace.kernels.bitmask").apply_bitmask_reference
 
 KINDS: list[dict[str, float]] = [
     {},
@@ -75,3 +77,16 @@ def test_a_row_is_the_same_alone_and_with_every_number_of_threads() -> None:
             place = slice(one, one + 1)
             assert torch.equal(sample(logits[place], *(value[place] for value in given)), whole[place])
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [1, 31, 64, 100, 1000])
+def test_masks_ban_what_their_twin_bans(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(6, size, generator=generator)
+    words = torch.randint(-(2**31), 2**31, (5, -(-size // 64) * 2), generator=generator).to(torch.int32)
+    words[1], words[2] = -1, 0
+    words[3, ::2], words[3, 1::2] = -1, 0
+    rows, wanted = torch.tensor([4, 0, 3, 1, -1]), logits.clone()
+    apply_bitmask_reference(wanted, words[:, : -(-size // 32)], rows)
+    apply_bitmask(logits, words, rows)
+    assert torch.equal(logits, wanted)

@@ -7,9 +7,11 @@ xgrammar does the matching, and is imported when the first grammar comes.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,7 +88,7 @@ class Matcher:
 class Masks:
     """What the grammars of a step allow.
 
-    `words` [G, ceil(vocabulary / 32)] int32: bit i % 32 of word i // 32 says whether token i may come next.
+    `words` [G, 2 * ceil(vocabulary / 64)] int32: bit i % 32 of word i // 32 says whether token i may come next.
     """
 
     places: dict[Row, int]  # which of the G rows is a row's; rows without a grammar have none
@@ -94,20 +96,25 @@ class Masks:
 
     def apply(self, logits: torch.Tensor, rows: Ids[Row]) -> None:
         """Set what may not come next to -inf, in place. `logits` [S, V] float32 belong to `rows`."""
-        masked = [(at, self.places[row]) for at, row in enumerate(rows) if row in self.places]
-        index, order = (list(column) for column in zip(*masked, strict=True))
-        vocabulary, device = logits.shape[1], logits.device
-        if device.type == "cpu":
-            bits = np.unpackbits(self.words[order].view(np.uint8), axis=1, count=vocabulary, bitorder="little")
-            allowed = torch.from_numpy(bits).bool()
-        else:
-            words = torch.from_numpy(self.words[order]).to(device, non_blocking=True)
-            shifts = torch.arange(32, device=device, dtype=torch.int32)
-            allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocabulary].bool()
-        if len(index) == len(rows):
-            logits.masked_fill_(~allowed, -torch.inf)
-        else:
-            logits[torch.tensor(index, device=device)] = logits[index].masked_fill_(~allowed, -torch.inf)
+        targets = np.full(len(self.words), -1, dtype=np.int64)
+        for at, row in enumerate(rows):
+            if row in self.places:
+                targets[self.places[row]] = at
+        words, places = (
+            torch.from_numpy(array).to(logits.device, non_blocking=True) for array in (self.words, targets)
+        )
+        _kernel(logits.device.type)(logits, words, places)
+
+
+@functools.cache
+def _kernel(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    if device_type == "cpu":
+        from ...kernels.cpu.bitmask import apply_bitmask
+
+        return apply_bitmask
+    from ...kernels.bitmask import apply_bitmask as triton_apply_bitmask
+
+    return triton_apply_bitmask
 
 
 class Grammars:
@@ -122,6 +129,7 @@ class Grammars:
     def __init__(self, tokenizer: bytes, vocab_size: int, eos_token_ids: Ids[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._padded = -(-vocab_size // 64) * 64  # so that a mask is whole words of 64 bits
         self._eos_token_ids = [i for i in eos_token_ids if 0 <= i < vocab_size]
         self._compiled: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
         self._turns = threading.BoundedSemaphore(COMPILING)
@@ -233,15 +241,15 @@ class Grammars:
         import xgrammar
 
         info = xgrammar.TokenizerInfo(
-            vocabulary,
+            vocabulary + [b""] * (self._padded - self._vocab_size),
             xgrammar.VocabType.RAW,
-            vocab_size=self._vocab_size,
+            vocab_size=self._padded,
             stop_token_ids=self._eos_token_ids or [0],
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _fill(self, rows: Ids[Row]) -> Masks:
-        words = np.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        words = np.full((len(rows), self._padded // 32), -1, dtype=np.int32)
         for place, row in enumerate(rows):
             matcher = row.sequence.matcher
             assert matcher is not None

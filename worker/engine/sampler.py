@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ...shared.messages import TokenLogprob
@@ -40,13 +41,14 @@ class Sampler:
     """Samples a step; what does not change from one step to the next is kept.
 
     Args:
-        device: of the logits. Its kernel is compiled now, where it never was, and not under the first request.
+        device: of the logits. Its kernels are compiled now, where they never were, and not under the first request.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._columns: _Columns | None = None
         one = torch.ones(1, device=device)
+        Masks({}, np.full((1, 2), -1, dtype=np.int32)).apply(one[None], [])
         self._draw(one[None], _Columns([], one, one.int(), one, one, [0], [], []), [0])
 
     @torch.inference_mode()
@@ -57,7 +59,7 @@ class Sampler:
             logits: [S, V] float32; used up.
             masks: of the rows with a grammar.
         """
-        columns = self._columns_of(rows)
+        logits, columns = logits.contiguous(), self._columns_of(rows)
         asked = columns.asked
         logprobs = logits[asked].log_softmax(-1) if asked else None
         if columns.adjusted:
@@ -84,7 +86,7 @@ class Sampler:
         """[S] int64; -1 where a row has no token to take."""
         keys = row_keys(columns.seeds, positions, self._device)
         limits = columns.top_ks, columns.top_ps, columns.min_ps
-        return _kernel(self._device.type)(logits.contiguous(), columns.temperatures, *limits, keys)
+        return _kernel(self._device.type)(logits, columns.temperatures, *limits, keys)
 
 
 @dataclass(frozen=True, slots=True)
