@@ -99,7 +99,7 @@ def test_attention_over_scattered_blocks(
     k, v = torch.randn(tokens, groups, key_dim).transpose(0, 1), torch.randn(groups, tokens, value_dim)
     q, sinks = torch.randn(tokens, heads, key_dim).transpose(0, 1), torch.randn(heads) if sunk else None
     table, positions = torch.randperm(19)[: -(-tokens // 16)] + 1, torch.arange(tokens)
-    keys, values = torch.zeros(20, groups, key_dim, 16), torch.zeros(20, groups, -(-value_dim // 16), 16, 16)
+    keys, values = torch.zeros(20, groups * key_dim * 16), torch.zeros(20, groups * -(-value_dim // 16) * 256)
     attention.store(keys, values, k, v, table[positions // 16], positions % 16)
 
     def attend(rows: torch.Tensor, tasks: list[list[int]]) -> torch.Tensor:

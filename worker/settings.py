@@ -25,6 +25,11 @@ class WorkerSettings(StoreSettings):
         "auto", description="embeddings to length 1; auto: what the folder says, else yes"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and K/V")
+    weight_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
+        "auto",
+        description="of the linears on a CPU that computes in float32; auto: two bytes where that loses nothing; "
+        "float32: torch's own linears",
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     context_length: int = Field(0, ge=0, description="tokens, prompt and output together; 0: the model's own")
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0: OMP_NUM_THREADS, or one per core")

@@ -17,7 +17,7 @@ import torch
 
 from .exponential import exp, tanh
 from .panels import FLOAT32, PANEL, multiply
-from .team import as_float, cpu_jit, floats_at, integers_at, kernel, take
+from .team import address, as_float, bits, cpu_jit, floats_at, integers_at, kernel, take
 
 BLOCK_SIZE = PANEL  # tokens of a block: a panel
 TILE = 12  # rows that are attended together
@@ -36,12 +36,20 @@ def store(
     """Write the K/V of T tokens.
 
     Args:
-        keys, values: the layer's pool, see above; float32.
+        keys, values: the layer's pool, see above, with all but the blocks flat: [num_blocks, …] float32.
         k, v: [heads, T, key_dim] and [heads, T, value_dim] float32, the last dimension contiguous.
         blocks, places: [T] int64, the block of each token and its place in it.
+
+    Raises:
+        ValueError: the tokens are not as many as their places, or of another shape than the pool is for.
     """
     heads, tokens, key_dim = k.shape
-    _store(keys, values, k, v, blocks, places, heads, tokens, key_dim, v.shape[2], *k.stride()[:2], *v.stride()[:2])
+    if v.shape[:2] != k.shape[:2] or tokens != blocks.shape[0]:
+        raise ValueError(f"K {list(k.shape)} and V {list(v.shape)} for {blocks.shape[0]} places")
+    if keys.shape[1] != heads * key_dim * PANEL or values.shape[1] != heads * -(-v.shape[2] // PANEL) * PANEL * PANEL:
+        raise ValueError(f"K {list(k.shape)} and V {list(v.shape)} do not fit the pool")
+    pointers = (tensor.data_ptr() for tensor in (keys, values, k, v, blocks, places))
+    _store(*pointers, heads, tokens, key_dim, v.shape[2], *k.stride()[:2], *v.stride()[:2])
 
 
 @kernel
@@ -97,12 +105,18 @@ def attend(
 
     Returns:
         [T, query heads, value_dim] float32.
+
+    Raises:
+        ValueError: q is of another shape than the pool is for.
     """
     query_heads, rows, key_dim = q.shape
+    if keys.shape[1] != heads * key_dim * PANEL:
+        raise ValueError(f"Q {list(q.shape)} does not fit a pool of {heads} heads")
     out = q.new_empty(rows, query_heads, value_dim)
+    pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, tasks, out))
     _attend(
-        q, keys, values, tables, tasks, out, tables.shape[1], tasks.shape[0], heads, key_dim, value_dim, longest,
-        float(scale), window, float(softcap), sinks, *q.stride()[:2], value_dim, query_heads * value_dim,
+        *pointers, tables.shape[1], tasks.shape[0], heads, key_dim, value_dim, longest, bits(scale), window,
+        bits(softcap), address(sinks), *q.stride()[:2], value_dim, query_heads * value_dim,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ import torch
 
 from .exponential import gelu_tanh, silu
 from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply
-from .team import cpu_jit, floats_at, kernel, take
+from .team import address, cpu_jit, floats_at, kernel, take
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
 SILU, GELU_TANH = 0, 1
@@ -61,7 +61,8 @@ def linear(
     rows, inputs = x.shape
     width = panels.shape[0] * PANEL
     out = x.new_empty(rows, width)
-    _linear(x, panels, out, rows, inputs, width, bias, scales, KINDS[panels.dtype])
+    pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
+    _linear(*pointers, rows, inputs, width, address(bias), address(scales), KINDS[panels.dtype])
     return out if width == out_features else out[:, :out_features].contiguous()
 
 
@@ -82,7 +83,8 @@ def gated(
     rows, inputs = x.shape
     width = panels.shape[0] * PANEL
     out = x.new_empty(rows, width)
-    _gated(x, panels, out, rows, inputs, width, scales, KINDS[panels.dtype], activation)
+    pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
+    _gated(*pointers, rows, inputs, width, address(scales), KINDS[panels.dtype], activation)
     return out if width == out_features else out[:, :out_features].contiguous()
 
 

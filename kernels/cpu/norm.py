@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .panels import PANEL
-from .team import as_float, cpu_jit, floats_at, kernel, take
+from .team import as_float, bits, cpu_jit, floats_at, kernel, take
 
 _PIECE = 8  # rows that a thread takes at a time: the rows of a decoding step are not worth waking others for
 
@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """x / sqrt(mean(x²) + epsilon) * weight over the last dimension; x [..., N] contiguous, both float32."""
     out = torch.empty_like(x)
     width = weight.shape[0]
-    _rms_norm(x, weight, out, x.numel() // width, width, epsilon)
+    _rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, bits(epsilon))
     return out
 
 

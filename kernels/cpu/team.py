@@ -97,33 +97,41 @@ def integers_at(typing: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(address), generate
 
 
-def _word(argument: torch.Tensor | int | float | None) -> int:
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    if isinstance(argument, float):
-        return ctypes.c_int64.from_buffer(ctypes.c_double(argument)).value
-    return argument or 0
+def bits(number: float) -> int:
+    """A float as `as_float` reads it."""
+    return ctypes.c_int64.from_buffer(ctypes.c_double(number)).value
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Of a tensor's first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def kernel(function: Callable[[Any], None]) -> Callable[..., None]:
     """Compile `function(words)`, when it is first launched, to run on a team of threads.
 
-    What it makes takes tensors (passed as the address of their first element), whole numbers, floats (as their bits)
-    and None (0), which stand in `words` in that order from 1 on.
+    What it makes takes whole numbers (sizes, addresses, bits of floats), which stand in `words` in that order from 1
+    on. A decoding step launches hundreds of these, so a launch does nothing but that.
     """
 
     @functools.cache
-    def runner() -> Callable[[int], None]:
-        address = numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(function).address
-        library = _openmp()
-        if library is None:
-            return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        run = library.GOMP_parallel
-        return lambda words: run(address, words, torch.get_num_threads(), 0)
+    def compiled() -> int:
+        return int(numba.cfunc(_SIGNATURE, cache=True, error_model="numpy")(function).address)
 
-    @functools.wraps(function)
-    def launch(*arguments: torch.Tensor | int | float | None) -> None:
-        words = (ctypes.c_int64 * (len(arguments) + 1))(0, *map(_word, arguments))
-        runner()(ctypes.addressof(words))
+    library = _openmp()
+    if library is None:
+
+        @functools.wraps(function)
+        def launch(*arguments: int) -> None:
+            words = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled())(ctypes.addressof(words))
+
+    else:
+        run, threads = library.GOMP_parallel, torch.get_num_threads
+
+        @functools.wraps(function)
+        def launch(*arguments: int) -> None:
+            words = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
+            run(compiled(), ctypes.addressof(words), threads(), 0)
 
     return launch

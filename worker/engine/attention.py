@@ -58,7 +58,7 @@ class AttentionBackend(Protocol):
             window: tokens that a query sees, itself among them; None for all.
 
         Returns:
-            [T, H, Dv].
+            [T, H, Dv], contiguous: models take views of it.
         """
         ...
 

@@ -38,7 +38,7 @@ class TorchAttention:
                 parts.append(attend_causal(q[:, rows], k[:, rows], v[:, rows], options.scale))
             else:
                 parts.append(self._extend(batch, layer, number, chunk, q[:, rows], heads, options, window))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _decode(
         self,

@@ -68,6 +68,7 @@ class TransformersEngine:
             dtype=resolve_dtype(settings, device),
             device=device,
             context_length=card.context_length,
+            weight_dtype=settings.weight_dtype,
         )
         self._blueprint = blueprint(folder)
         loaded = self._load(folder)

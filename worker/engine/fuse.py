@@ -1,7 +1,6 @@
 """Rewrites of a loaded model that change nothing but its speed.
 
-Merging q/k/v and gate/up into one product each was tried too: it gains nothing on a CPU, where these products fill the
-cores by themselves. RMSNorm as one operation instead of six took 10% off a step of a small model.
+Linears are packed by `linear`; here are the norms: one operation instead of six.
 """
 
 from __future__ import annotations
@@ -12,9 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...kernels.cpu.norm import rms_norm
+
 # How far the fused norm may be from the model's own on unit-sized values: rounding, and nothing that a different
 # formula (a missing weight, another epsilon) could hide behind.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class CpuRMSNorm(nn.RMSNorm):
+    """The compiled kernel in the place of torch's five operations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.eps is not None
+        return rms_norm(x.contiguous(), self.weight, self.eps)
 
 
 @torch.inference_mode()
@@ -51,7 +60,8 @@ def _fused(norm: nn.Module) -> nn.RMSNorm | None:
     for candidate in candidates:
         got = F.rms_norm(x, weight.shape, candidate, epsilon)
         if got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=_TOLERANCE[weight.dtype], atol=1e-6):
-            fused = nn.RMSNorm(weight.numel(), eps=epsilon, device=weight.device, dtype=weight.dtype)
+            kind = CpuRMSNorm if (weight.device.type, weight.dtype) == ("cpu", torch.float32) else nn.RMSNorm
+            fused = kind(weight.numel(), eps=epsilon, device=weight.device, dtype=weight.dtype)
             fused.weight = nn.Parameter(candidate, requires_grad=False)
             return fused
     return None

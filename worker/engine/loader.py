@@ -21,6 +21,7 @@ from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
 from .fuse import fuse_norms
 from .kv_cache import LayerShape
+from .linear import WeightDtype, pack_linears
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,11 @@ class LoadedModel:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+
+
+# How far rounded weights may move the logits, as a share of their length: a guard against another formula, not against
+# the rounding that was asked for.
+_ROUNDED = {"bfloat16": 0.1, "int8": 0.5}
 
 
 def resolve_device(settings: WorkerSettings) -> torch.device:
@@ -63,7 +69,9 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
     return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int) -> LoadedModel:
+def load_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int, weight_dtype: WeightDtype = "auto"
+) -> LoadedModel:
     """Load weights and try the model.
 
     Raises:
@@ -72,10 +80,14 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, contex
     config = _read_config(folder)
     model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
     num_layers = int(config.get_text_config().num_hidden_layers)
-    return adopt(model, name=str(folder), num_layers=num_layers, context_length=context_length)
+    return adopt(
+        model, name=str(folder), num_layers=num_layers, context_length=context_length, weight_dtype=weight_dtype
+    )
 
 
-def adopt(model: Any, *, name: str, num_layers: int, context_length: int) -> LoadedModel:
+def adopt(
+    model: Any, *, name: str, num_layers: int, context_length: int, weight_dtype: WeightDtype = "auto"
+) -> LoadedModel:
     """Put our attention into a transformers model and prove that it computes what it did before.
 
     Raises:
@@ -95,17 +107,26 @@ def adopt(model: Any, *, name: str, num_layers: int, context_length: int) -> Loa
         layers = trial.layers_of(trial.look(model, parameter.device), num_layers, context_length)
         model.set_attn_implementation(IMPLEMENTATION)
         attention.attach(model)
-        if parameter.device.type == "cuda" and triton_is_installed():
-            from .fuse_cuda import fuse
-
-            fuse(model)
-        log.info("%s: %d norms fused", kind, fuse_norms(model))
-        trial.prove(model, attention, layers, wanted)
+        _rewrite(model, parameter, weight_dtype)
+        trial.prove(model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
     except _MODEL_ERRORS as e:
         raise ModelRefused(f"--model {name}: {kind} {stage}: {_first_line(e)}. {_HINT}") from e
     return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device)
+
+
+def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> None:
+    """Everything that changes a model's speed and not what it computes."""
+    if parameter.device.type == "cuda" and triton_is_installed():
+        from .fuse_cuda import fuse
+
+        fuse(model)
+    norms, packed = fuse_norms(model), 0
+    if weight_dtype != "float32" and (parameter.device.type, parameter.dtype) == ("cpu", torch.float32):
+        packed = pack_linears(model, weight_dtype)
+        rope.fuse(model)
+    log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
 
 
 def _first_line(error: BaseException) -> str:

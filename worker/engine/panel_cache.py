@@ -21,15 +21,15 @@ class PanelCache:
     def __init__(self, layers: Sequence[LayerShape], *, num_blocks: int) -> None:
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
-        rows = [(num_blocks * shape.heads, shape) for shape in layers]
-        self.keys = [zeros(n, shape.key_dim * BLOCK_SIZE, self.dtype, self.device) for n, shape in rows]
-        self.values = [zeros(n, _width(shape) * BLOCK_SIZE, self.dtype, self.device) for n, shape in rows]
+        n, size = num_blocks, BLOCK_SIZE
+        self.keys = [zeros(n, shape.heads * shape.key_dim * size, self.dtype, self.device) for shape in layers]
+        self.values = [zeros(n, shape.heads * _width(shape) * size, self.dtype, self.device) for shape in layers]
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
         index = torch.tensor(blocks)
         for pool in (*self.keys, *self.values):
-            pool.view(self.num_blocks, -1)[index] = 0
+            pool[index] = 0
 
 
 def _width(shape: LayerShape) -> int:

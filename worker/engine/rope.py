@@ -8,13 +8,20 @@ context, which is the default, these are its own for every request.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ...kernels.cpu.rotary import rotate
+
 _BY_LENGTH = ("longrope", "dynamic")
+_ROTATE = "apply_rotary_pos_emb"
 
 
 @torch.no_grad()
@@ -41,3 +48,57 @@ def _fix(module: Any, prefix: str, kind: str, context_length: int, layer: dict[s
     fixed, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, frequencies.device, seq_len=context_length, **layer)
     frequencies.copy_(fixed)
     setattr(module, f"{prefix}attention_scaling", scaling)
+
+
+def fuse(model: nn.Module) -> int:
+    """Let a CPU model's attention turn queries and keys by one kernel; returns how many modules do.
+
+    transformers keeps the function beside the classes that call it, one for each architecture. Where it computes what
+    the kernel does, this model's modules get a forward that finds the kernel under its name; other models do not.
+    """
+    count = 0
+    fused: dict[Any, Callable[..., Any] | None] = {}
+    for module in model.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        original = forward.__globals__.get(_ROTATE) if _ROTATE in forward.__code__.co_names else None
+        if original is None:
+            continue
+        if original not in fused:
+            fused[original] = _fused(original) if _turns_halves(original) else None
+        if (kernel := fused[original]) is not None:
+            names = {**forward.__globals__, _ROTATE: kernel}
+            copy = types.FunctionType(
+                forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__
+            )
+            copy.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = types.MethodType(copy, module)
+            count += 1
+    return count
+
+
+@torch.inference_mode()
+def _turns_halves(function: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.randn(shape, generator=generator) for shape in ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8))
+    )
+    try:
+        wanted = function(q, k, cos, sin)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    got = rotate(q[0], k[0], cos[0], sin[0])
+    return len(wanted) == 2 and all(
+        a.shape == b[None].shape and torch.allclose(a, b[None], atol=1e-5) for a, b in zip(wanted, got, strict=True)
+    )
+
+
+def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        fits = not args and not kwargs and cos.shape == (1, q.shape[-2], q.shape[-1]) and q.shape[0] == 1
+        if not fits or any(t.dtype != torch.float32 or t.device.type != "cpu" or t.stride(-1) != 1 for t in (q, k)):
+            return original(q, k, cos, sin, *args, **kwargs)
+        turned = rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())
+        return turned[0][None], turned[1][None]
+
+    return apply

@@ -112,8 +112,17 @@ def layers_of(seen: Look, num_layers: int, context_length: int) -> tuple[LayerSh
     return tuple(seen.shapes[layer] for layer in range(num_layers))
 
 
-def prove(model: nn.Module, attention: PagedAttention, layers: Sequence[LayerShape], wanted: Reference) -> None:
+def prove(
+    model: nn.Module,
+    attention: PagedAttention,
+    layers: Sequence[LayerShape],
+    wanted: Reference,
+    tolerance: float | None = None,
+) -> None:
     """Compute the reference's prompts over a small pool: chunks, decodes, and both in one batch.
+
+    Args:
+        tolerance: how far the logits may be apart, as a share of their length; None: as the dtype rounds.
 
     Raises:
         Mismatch: with how far the logits are from the reference.
@@ -137,7 +146,7 @@ def prove(model: nn.Module, attention: PagedAttention, layers: Sequence[LayerSha
             expected = wanted.logits[piece.sequence.arrival][piece.end - 1]
             worst = max(worst, float((row - expected).norm() / expected.norm()))
     attention.backend = None
-    tolerance = _TOLERANCE[parameter.dtype]
+    tolerance = _TOLERANCE[parameter.dtype] if tolerance is None else tolerance
     if not worst <= tolerance:
         raise Mismatch(
             f"gives other logits over our pool than with transformers' eager attention: {worst:.2g} of their length "
