@@ -52,7 +52,7 @@ def linear(
 
     Args:
         x: [M, K] float32, contiguous.
-        panels: from `pack`.
+        panels: from `pack`, or every so many of such panels; each in one piece.
         bias, scales: float32, as long as the panels are wide (N rounded up to 16).
 
     Returns:
@@ -62,7 +62,8 @@ def linear(
     width = panels.shape[0] * PANEL
     out = x.new_empty(rows, width)
     pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
-    _linear(*pointers, rows, inputs, width, address(bias), address(scales), KINDS[panels.dtype])
+    size = panels.stride(0) * panels.itemsize
+    _linear(*pointers, rows, inputs, width, address(bias), address(scales), KINDS[panels.dtype], size)
     return out if width == out_features else out[:, :out_features].contiguous()
 
 
@@ -129,8 +130,8 @@ def _block(inputs):
 @kernel
 def _linear(words):
     x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
-    bias, scales, kind = words[7], words[8], words[9]
-    panels, size, block = width // PANEL, PANEL * inputs * _bytes(kind), _block(inputs)
+    bias, scales, kind, size = words[7], words[8], words[9], words[10]
+    panels, block = width // PANEL, _block(inputs)
     pieces = (panels + _PIECE - 1) // _PIECE
     while True:
         piece = take(words)

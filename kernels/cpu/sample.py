@@ -63,7 +63,8 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int64)
     floats = torch.stack([temperatures, top_ps, min_ps], dim=1)
     integers = torch.cat([top_ks[:, None].long(), keys.long() & 0xFFFFFFFF], dim=1)
-    _sample(logits, floats, integers, _BOUND_TABLE, tokens, rows, size)
+    pointers = (tensor.data_ptr() for tensor in (logits, floats, integers, _BOUND_TABLE, tokens))
+    _sample(*pointers, rows, size)
     return tokens
 
 

@@ -107,50 +107,51 @@ class Part(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one pass over x."""
+    """down(activation(gate(x)) * up(x)), gate and up in one pass over x, their panels side by side in memory."""
 
-    def __init__(self, gate_up: torch.Tensor, mlp: nn.Module, activation: int, scales: torch.Tensor | None) -> None:
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: nn.Module, act_fn: nn.Module, number: int) -> None:
         super().__init__()
-        gate, down = mlp.gate_proj, mlp.down_proj
-        assert isinstance(gate, nn.Linear)
-        assert isinstance(down, PackedLinear)
-        self._gate_up, self._activation, self._scales = gate_up, activation, scales
-        self._outputs = gate.out_features
-        self.down_proj = down
-        self.act_fn = mlp.act_fn
+        self._activation = number
+        self._panels = torch.stack([gate.panels, up.panels], dim=1)
+        self._scales = None
+        if gate.scales is not None and up.scales is not None:
+            self._scales = torch.stack([s.view(-1, PANEL) for s in (gate.scales, up.scales)], dim=1)
+        gate.panels, up.panels = self._panels[:, 0], self._panels[:, 1]
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = gate, up, down, act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj._forward_hooks or self.up_proj._forward_hooks:  # an adapter adds to what each gives
+            return self._down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        hidden = kernels.gated(rows, self._gate_up, self._outputs, self._activation, self._scales)
+        hidden = kernels.gated(rows, self._panels, self.gate_proj.out_features, self._activation, self._scales)
+        return self._down(hidden.view(*x.shape[:-1], -1))
+
+    def _down(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(hidden)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out
 
 
-def pack_linears(model: nn.Module, dtype: WeightDtype, *, fuse_gates: bool = True) -> int:
+@torch.inference_mode()
+def pack_linears(model: nn.Module, dtype: WeightDtype) -> int:
     """Replace a float32 model's linears; returns how many.
 
     Args:
         dtype: "auto" keeps weights in two bytes where they have no more bits than that, "bfloat16" rounds them to it,
             "int8" to 256 steps for each output.
-        fuse_gates: also gate and up of gated MLPs in one; not where each must stay a module of its own.
     """
     count = 0
     for parent in list(model.modules()):
         for names in _TOGETHER:
             count += _merge(parent, names, dtype)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and not (fuse_gates and name in ("gate_proj", "up_proj") and _gated(parent)):
-                setattr(parent, name, PackedLinear.of(child.weight, child.bias, dtype))
+            if type(child) is nn.Linear or type(child) is Conv1D:
+                weight = child.weight if isinstance(child, nn.Linear) else child.weight.T
+                setattr(parent, name, PackedLinear.of(weight, child.bias, dtype))
                 count += 1
-            elif type(child) is Conv1D:
-                setattr(parent, name, PackedLinear.of(child.weight.T, child.bias, dtype))
-                count += 1
-    if fuse_gates:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if _gated(child):
-                    setattr(parent, name, _fuse(child, dtype))
-                    count += 2
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (fused := _fused(child)) is not None:
+                setattr(parent, name, fused)
     return count
 
 
@@ -171,18 +172,6 @@ def _merge(parent: nn.Module, names: tuple[str, ...], dtype: WeightDtype) -> int
     return len(found)
 
 
-def _gated(module: nn.Module) -> bool:
-    """Whether a module is a gated MLP that `GatedMLP` computes: three linears, no biases before the product, an
-    activation that the kernel has, and nothing else."""
-    children = dict(module.named_children())
-    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return False
-    gate, up = children["gate_proj"], children["up_proj"]
-    if not (type(gate) is nn.Linear and type(up) is nn.Linear and gate.bias is None and up.bias is None):
-        return False
-    return gate.weight.shape == up.weight.shape and _activation(children["act_fn"]) is not None
-
-
 @torch.inference_mode()
 def _activation(function: nn.Module) -> int | None:
     """The kernel's number of an activation, told by its values."""
@@ -197,33 +186,26 @@ def _activation(function: nn.Module) -> int | None:
     return None
 
 
-@torch.inference_mode()
-def _fuse(mlp: nn.Module, dtype: WeightDtype) -> nn.Module:
-    """A `GatedMLP` where it computes the same as `mlp`, else `mlp` with its linears packed singly."""
-    gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
-    assert isinstance(gate, nn.Linear)
-    assert isinstance(up, nn.Linear)
-    assert isinstance(act, nn.Module)
-    activation = _activation(act)
-    assert activation is not None
-    (stored_gate, gate_scales), (stored_up, up_scales) = _stored(gate.weight, dtype), _stored(up.weight, dtype)
-    if stored_gate.dtype != stored_up.dtype:
-        stored_gate, stored_up = gate.weight, up.weight
-    panels = torch.stack([kernels.pack(stored_gate), kernels.pack(stored_up)], dim=1).contiguous()
-    scales = None
-    if gate_scales is not None and up_scales is not None:
-        columns = [_padded(each) for each in (gate_scales, up_scales)]
-        scales = torch.stack([c.view(-1, PANEL) for c in columns if c is not None], dim=1).contiguous()
-    fused = GatedMLP(panels, mlp, activation, scales)
-    x = torch.linspace(-1.7, 1.9, 3 * gate.in_features).view(3, -1)
-    wanted, got = mlp(x), fused(x)
-    close = float((got - wanted).norm()) <= (0.1 if dtype in ("int8", "bfloat16") else 1e-4) * float(wanted.norm())
-    if close:
+def _fused(mlp: nn.Module) -> GatedMLP | None:
+    """A gated MLP of packed linears as a `GatedMLP`, where that computes the same as `mlp`."""
+    children = dict(mlp.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return None
+    gate, up, down, act = (children[name] for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    if not (isinstance(gate, PackedLinear) and isinstance(up, PackedLinear)):
+        return None
+    alike = gate.panels.shape == up.panels.shape and gate.panels.dtype == up.panels.dtype
+    number = _activation(act)
+    if not alike or number is None or gate.padded_bias is not None or up.padded_bias is not None:
+        return None
+    x = torch.linspace(-1.7, 1.9, 3 * gate.in_features).view(1, 3, -1)
+    wanted = mlp(x)
+    singles = gate.panels, up.panels
+    fused = GatedMLP(gate, up, down, act, number)
+    if torch.allclose(fused(x), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())):
         return fused
-    for name in ("gate_proj", "up_proj"):
-        linear = getattr(mlp, name)
-        setattr(mlp, name, PackedLinear.of(linear.weight, linear.bias, dtype))
-    return mlp
+    gate.panels, up.panels = singles
+    return None
 
 
 def _stored(weight: torch.Tensor, dtype: WeightDtype) -> tuple[torch.Tensor, torch.Tensor | None]:
