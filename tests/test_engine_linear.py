@@ -17,7 +17,10 @@ def model(dtype: torch.dtype = torch.bfloat16, act: str = "silu", bias: bool = F
         vocab_size=97, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, hidden_act=act, attention_bias=bias, mlp_bias=bias,
     )  # fmt: skip
-    made: LlamaForCausalLM = LlamaForCausalLM(config).to(dtype).float().eval()
+    made = LlamaForCausalLM(config)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    made.eval()  # type: ignore[no-untyped-call]
     return made
 
 
@@ -88,7 +91,7 @@ def test_a_hook_on_gate_or_up_is_heard() -> None:
 
 @torch.inference_mode()
 def test_a_transposed_linear_is_packed_too() -> None:
-    holder = nn.Sequential(Conv1D(17, 33))
+    holder = nn.Sequential(Conv1D(17, 33))  # type: ignore[no-untyped-call]
     x = torch.randn(2, 5, 33)
     wanted = holder(x)
     pack_linears(holder, "auto")
