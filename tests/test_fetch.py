@@ -16,6 +16,7 @@ from fastapi import FastAPI, HTTPException, Response
 from headrace.deploy import fetch as fetching
 from headrace.deploy.catalog import CATALOG, CatalogModel
 from headrace.deploy.cli import main
+from headrace.deploy.convert import pre_tokenizer
 from headrace.deploy.fetch import MANIFEST, FetchFailed, fetch, fetched
 from headrace.deploy.models import resolve, split_name
 from headrace.shared.errors import ModelRefused
@@ -152,6 +153,72 @@ def test_a_gguf_in_pieces_becomes_a_model_with_the_same_weights(cache: Path, tmp
         "model.norm.weight": "output_norm.weight",
     }.items():
         assert torch.equal(weights[ours], torch.from_numpy(tensors[theirs]).bfloat16()), ours
+
+
+def test_a_gguf_file_is_a_model(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from kit import engines
+    from safetensors.torch import load_file
+
+    source = tmp_path / "My Model.gguf"
+    tensors = write_gguf(source, quantize=True)
+    assert split_name(str(source)) == ("My Model", str(source))
+    folder = resolve(str(source))
+    assert folder.parent == cache / "gguf"
+    weights = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate_proj.weight"]
+    assert torch.equal(weights, torch.from_numpy(tensors["blk.1.ffn_gate.weight"]).bfloat16())
+    engine = engines.tiny_engine(folder)
+    prompts = engines.random_prompts([5, 17], low=1, high=250)
+    out = engines.run(engine, [engines.job(str(i), prompt) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert out[str(i)].token_ids == engines.reference(folder, prompt, 8)[0]
+
+    converted: list[Path] = []
+
+    def convert(name: str, source: Path, target: Path, changes: dict[str, Any]) -> None:
+        target.mkdir()
+        converted.append(source)
+
+    monkeypatch.setattr(fetching, "_convert", convert)
+    assert resolve(str(source)) == folder
+    assert not converted  # once was enough
+    write_gguf(source, seed=1)
+    assert resolve(str(source)) != folder  # another file under the same name
+    assert converted == [source]
+
+
+@pytest.mark.parametrize(
+    ("rule", "pieces"),
+    [
+        (None, ["It", "'s", "Ġ2024", ",", "Ġwell"]),
+        ("gpt-2", ["It", "'s", "Ġ2024", ",", "Ġwell"]),
+        ("smollm", ["It", "'s", "Ġ", "2", "0", "2", "4", ",", "Ġwell"]),
+        ("llama-bpe", ["It", "'s", "Ġ", "202", "4", ",", "Ġwell"]),
+        ("qwen2", ["It", "'s", "Ġ", "2", "0", "2", "4", ",", "Ġwell"]),
+    ],
+)
+def test_a_gguf_file_says_how_its_tokenizer_cuts_text(tmp_path: Path, rule: str | None, pieces: list[str]) -> None:
+    from tokenizers import Tokenizer, models
+
+    write_gguf(tmp_path / "m.gguf", rule=rule)
+    tokenizer = json.loads(Tokenizer(models.BPE()).to_str()) | {"pre_tokenizer": pre_tokenizer(tmp_path / "m.gguf")}
+    cut = Tokenizer.from_str(json.dumps(tokenizer)).pre_tokenizer.pre_tokenize_str("It's 2024, well")
+    assert [piece for piece, _ in cut] == pieces
+
+
+def test_a_rule_that_is_not_known_is_refused(cache: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "new.gguf", rule="newest-bpe")
+    with pytest.raises(
+        FetchFailed, match="cut by the rule 'newest-bpe', and this release knows default, gpt-2, smollm"
+    ):
+        resolve(str(tmp_path / "new.gguf"))
+
+
+def test_a_file_that_is_no_gguf_is_refused(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"not a model")
+    with pytest.raises(FetchFailed, match=r"x.gguf could not be converted"):
+        resolve(str(tmp_path / "x.gguf"))
+    assert not any(path.is_dir() for path in (cache / "gguf").iterdir())
 
 
 HUB_FILES: dict[str, bytes] = {"config.json": b"{}", "model.safetensors": b"from the hub", "onnx/model.onnx": b"no"}

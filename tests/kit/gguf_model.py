@@ -14,8 +14,13 @@ HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 32, 4, 2, 48, 2, 64
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Write a byte-level model of float32 weights; returns its tensors by GGUF name."""
+def write_gguf(path: Path, seed: int = 0, *, rule: str | None = None, quantize: bool = False) -> dict[str, np.ndarray]:
+    """Write a byte-level model; returns its tensors by GGUF name.
+
+    Args:
+        rule: the name of how the tokenizer cuts text.
+        quantize: write the matrices as Q8_0, which is returned dequantised, instead of float32.
+    """
     from tokenizers import pre_tokenizers
 
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
@@ -32,6 +37,8 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
+    if rule is not None:
+        writer.add_tokenizer_pre(rule)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
     writer.add_token_merges(["a b"])
@@ -40,7 +47,13 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
     writer.add_chat_template(TEMPLATE)
     tensors = _tensors(len(tokens), np.random.default_rng(seed))
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        if quantize and tensor.ndim > 1 and tensor.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quants.quantize(tensor, kind)
+            writer.add_tensor(name, packed, raw_dtype=kind)
+            tensors[name] = gguf.quants.dequantize(packed, kind)
+        else:
+            writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
