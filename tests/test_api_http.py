@@ -7,13 +7,16 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import orjson
 import pytest
+from headrace.api.auth import ADMIN_PATHS
 from headrace.api.settings import ApiSettings
+from headrace.shared.control import Outcome
 from headrace.shared.errors import Overloaded, StoreUnavailable, Unavailable
 from headrace.shared.messages import Finish, GenerateJob, TextLogprob
 from headrace.shared.registry import ProcessInfo
@@ -579,6 +582,35 @@ def test_keys_stand_for_tenants_and_the_admin_key_for_control(keyed: Api) -> Non
     assert tenants[0].startswith("key-")
     assert keyed.http.get("/server_info", headers=bearer("plain")).status_code == 401
     assert keyed.http.get("/server_info", headers=bearer("root")).status_code == 200
+    for path in ADMIN_PATHS - {"/server_info", "/model_info"}:
+        assert keyed.post(path, {}, **bearer("sk-a:b")).status_code == 401, path
+        assert keyed.post(path, {}, **bearer("root")).status_code in (200, 400), path  # what is missing is said
     with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="bad", max_retries=0) as sdk, \
             pytest.raises(openai.AuthenticationError):  # fmt: skip
         sdk.models.list()
+
+
+def test_workers_that_refuse_are_told_apart(api: Api) -> None:
+    one, two = (ProcessInfo("worker", state="ready", model="m", host=host, pid=7) for host in ("a", "b"))
+    api.backend.alive_processes[:] = [one, two]
+    api.backend.obey = lambda worker, kind: Outcome(worker.id, 400, "no such folder", "model_path")
+    alike = api.error("/update_weights_from_disk", {"model_path": "/w"}, 400)
+    assert (alike["message"], alike["param"]) == ("No such folder.", "model_path")
+    assert [kind for _, kind, _ in api.backend.commands[-2:]] == ["read_weights", "discard"]
+    api.backend.obey = lambda worker, kind: Outcome(worker.id, 400 if worker.host == "b" else 200, "it is full")
+    assert api.error("/update_weights_from_disk", {"model_path": "/w"}, 400)["message"] == "Worker b:7: it is full."
+    api.backend.obey = lambda worker, kind: Outcome(worker.id)
+    assert api.post("/update_weights_from_disk", {"model_path": "/w/v2"}).status_code == 200
+    assert api.backend.commands[-1][2]["version"] == "v2"
+    api.backend.alive_processes[:] = [replace(one, state="ready"), ProcessInfo("detok", state="ready")]
+
+
+def test_an_adapter_needs_no_choice_of_model(api: Api) -> None:
+    api.backend.cards |= {"style": card("style", pool="m", lora="/adapters/style")}
+    assert api.post("/generate", {"text": "a"}).status_code == 200
+    assert api.backend.jobs[-1].model == "m"
+    assert api.post("/v1/completions", {"model": "style", "prompt": "a"}).status_code == 200
+    assert (api.backend.jobs[-1].model, api.backend.jobs[-1].pool) == ("style", "m")
+    shown = {model["id"]: model["parent"] for model in api.http.get("/v1/models").json()["data"]}
+    assert shown == {"m": None, "style": "m"}
+    assert "/adapters" not in api.http.get("/model_info?model=style").text

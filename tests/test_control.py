@@ -6,11 +6,11 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import connect
 from headrace.shared.registry import processes
@@ -21,12 +21,18 @@ from kit.serving import wait_until
 SCRIPTS: list[dict[str, Any]] = [{"when": "slow", "tokens": 40, "tokens_per_s": 20}, {"tokens": 5}]
 
 
-@pytest.fixture
-def control(redis_url: str, tmp_path: Path) -> Iterator[Control]:
-    with Deployment(redis_url, tmp_path, SCRIPTS) as deployment:
+@pytest.fixture(scope="module")
+def deployed(redis_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    with Deployment(redis_server.url, tmp_path_factory.mktemp("deployment"), SCRIPTS) as deployment:
         control = Control(deployment)
         yield control
         control.http.close()
+
+
+@pytest.fixture
+def control(deployed: Control) -> Control:
+    deployed.refill()
+    return deployed
 
 
 def test_every_worker_obeys_once(control: Control) -> None:
@@ -72,7 +78,7 @@ def test_a_worker_that_comes_later_is_paused_too(control: Control) -> None:
     control.post("/pause_generation")
     for worker in control.workers:
         assert terminate(worker) == 0  # told to stop, it does not wait for the pause to end
-    control.start()
+    control.workers = [control.start()]
     control.wait_for(1)
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(control.generate)
@@ -130,9 +136,7 @@ def test_a_worker_that_dies_with_a_command_is_named(control: Control) -> None:
         answer = threads.submit(control.error, "/flush_cache", 504)
         dead.kill()
         assert f":{dead.pid}" in answer.result()
-    with connect(control.deployment.redis_url) as store:
-        gone = next(p for p in processes(store) if p.pid == dead.pid)
-        store.delete(keys.worker(gone.id))  # as its heartbeat running out does
+    control.bury(dead)
     assert len(control.post("/flush_cache")["workers"]) == 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import redis
 from conftest import Server
+from headrace.shared import keys
+from headrace.shared.clients import connect
 from kit.adapters import make, merge
 from kit.control import Control
 from kit.deployment import Deployment, terminate
@@ -32,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def control(
+def deployed(
     redis_server: Server, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Control]:
     with redis.Redis.from_url(redis_server.url) as client:
@@ -43,6 +47,12 @@ def control(
         control = Control(deployment, *flags, wait_s=20)
         yield control
         control.http.close()
+
+
+@pytest.fixture
+def control(deployed: Control) -> Control:
+    deployed.refill()
+    return deployed
 
 
 def question(prompt: list[int], count: int = TOKENS) -> dict[str, Any]:
@@ -112,15 +122,50 @@ def test_what_one_worker_cannot_read_no_worker_uses(control: Control, folders: d
     assert control.http.get("/model_info").json()["weight_version"] == "good"
 
 
-def test_a_worker_that_comes_later_serves_what_the_others_do(control: Control, folders: dict[str, Path]) -> None:
+def test_a_worker_that_comes_later_serves_what_the_others_do(
+    control: Control, folders: dict[str, Path], tmp_path: Path
+) -> None:
     update(control, folders["v2"], weight_version="two")
+    adapter = make(tmp_path / "style", folders["v2"])
+    control.post("/load_lora_adapter", lora_name="style", lora_path=str(adapter))
     first, second = control.workers
     assert terminate(first) == 0
-    control.workers[:] = [second, control.start()]
+    control.workers = [second, control.start()]
     control.wait_for(2)
     assert {worker.extra["weight_version"] for worker in control.ready()} == {"two"}
+    assert [worker.extra["loras"] for worker in control.ready()] == [["style"]] * 2
     assert terminate(second) == 0
     assert tokens(control, PROMPTS) == expected(folders["v2"])
+    merged = merge(tmp_path / "merged", folders["v2"], adapter)
+    styled = [answer(control, prompt, model="style")["output_ids"] for prompt in PROMPTS]
+    assert styled == expected(merged)
+    control.post("/unload_lora_adapter", lora_name="style")
+
+
+def test_a_worker_that_dies_while_weights_are_read_leaves_the_others_as_they_were(
+    control: Control, folders: dict[str, Path]
+) -> None:
+    update(control, folders["v0"], weight_version="before")
+    dying = control.workers[0]
+    dying.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        path = str(folders["v1"])
+        change = threads.submit(control.error, "/update_weights_from_disk", 504, model_path=path)
+        wait_until(lambda: under_way(control), "the change has begun")
+        assert "is under way" in control.error("/update_weights_from_disk", 409, model_path=path)
+        dying.kill()
+        control.bury(dying)
+        message = change.result()
+    assert message == f"Ended before an answer: worker {socket.gethostname()}:{dying.pid}. Nothing changed."
+    assert tokens(control, PROMPTS) == expected(folders["v0"])
+    assert [worker.extra["weight_version"] for worker in control.ready()] == ["before"]
+    assert len(update(control, folders["v1"])["workers"]) == 1  # and the next change is free to come
+    assert tokens(control, PROMPTS) == expected(folders["v1"])
+
+
+def under_way(control: Control) -> bool:
+    with connect(control.deployment.redis_url) as store:
+        return bool(store.exists(keys.control_lock("m")))
 
 
 def test_adapters_are_loaded_mixed_and_unloaded_under_load(
@@ -164,10 +209,6 @@ def test_an_adapter_is_a_model_of_its_own(control: Control, folders: dict[str, P
     control.post("/load_lora_adapter", lora_name="style", lora_path=str(folder), model="m")
     card = control.http.get("/v1/models/style").json()
     assert (card["id"], card["root"], card["parent"]) == ("style", "m", "m")
-    first = control.workers[0]
-    assert terminate(first) == 0
-    control.workers[0] = control.start()  # one that comes later has it, too
-    control.wait_for(2)
     assert [worker.extra["loras"] for worker in control.ready()] == [["style"]] * 2
     text = control.post("/v1/completions", model="style", prompt="hi", max_tokens=5, temperature=0)
     assert text["model"] == "style"

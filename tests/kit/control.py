@@ -36,6 +36,24 @@ class Control:
     def start(self) -> subprocess.Popen[bytes]:
         return self.deployment.start("worker", *LEASE, *self._flags)
 
+    def bury(self, worker: subprocess.Popen[bytes]) -> None:
+        """Let a worker that was killed be off the list, as the end of its heartbeat does after some seconds."""
+        worker.wait()
+        with connect(self.deployment.redis_url) as store:
+            for process in processes(store):
+                if process.pid == worker.pid:
+                    store.delete(keys.worker(process.id))
+
+    def refill(self) -> None:
+        """Two workers, which are not paused."""
+        for worker in self.workers:
+            if worker.poll() is not None:
+                self.bury(worker)
+        self.workers = [worker for worker in self.workers if worker.poll() is None]
+        self.workers += [self.start() for _ in range(2 - len(self.workers))]
+        self.wait_for(2)
+        self.post("/continue_generation")
+
     def wait_for(self, count: int) -> None:
         wait_until(lambda: len(self.ready()) == count, f"{count} workers are ready")
         self.deployment.ready()

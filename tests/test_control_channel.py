@@ -1,0 +1,135 @@
+"""Commands to a pool, over a real store: each worker gets each once, in order, and the api waits for the living."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from headrace.shared import keys
+from headrace.shared.clients import Client, connect, connect_async
+from headrace.shared.control import Answers, Command, ControlChannel, Inbox, Outcome, PoolState
+from headrace.shared.errors import Conflict, Unavailable
+from headrace.shared.registry import Membership, ProcessInfo, processes_async
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    with connect(redis_url) as client:
+        yield client
+
+
+def a_worker(client: Client, pool: str = "p", **info: Any) -> ProcessInfo:
+    member = Membership(ProcessInfo("worker", extra={"pool": pool}, **({"state": "ready"} | info)))
+    member.beat(client)
+    return member.info
+
+
+def with_channel(url: str, use: Callable[[ControlChannel], Coroutine[Any, Any, Any]]) -> Any:
+    async def go() -> Any:
+        client = connect_async(url)
+        try:
+            return await use(ControlChannel(client, lambda: processes_async(client)))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(go())
+
+
+def tell(url: str, wait_s: float = 5, **args: Any) -> Answers:
+    answers = with_channel(url, lambda channel: channel.broadcast("p", "flush_cache", args, wait_s))
+    assert isinstance(answers, Answers)
+    return answers
+
+
+def obeying(inbox: Inbox, info: ProcessInfo, told: list[Command], stop: threading.Event) -> threading.Thread:
+    """A worker that answers whatever comes."""
+
+    def run() -> None:
+        while not stop.is_set():
+            for command in inbox.read():
+                told.append(command)
+                inbox.reply(command, Outcome(info.id, detail={"n": len(told)}))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_each_worker_gets_each_command_once_and_in_order(client: Client, redis_url: str) -> None:
+    infos, stop = [a_worker(client) for _ in range(3)], threading.Event()
+    told: list[list[Command]] = [[], [], []]
+    threads = [
+        obeying(Inbox(client, "p", info.id), info, commands, stop) for info, commands in zip(infos, told, strict=True)
+    ]
+    try:
+        for n in range(5):
+            answers = tell(redis_url, n=n)
+            assert answers.ok
+            assert {i: o.detail["n"] for i, o in answers.outcomes.items()} == {info.id: n + 1 for info in infos}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert [[command.args["n"] for command in commands] for commands in told] == [list(range(5))] * 3
+
+
+def test_what_was_said_before_is_not_obeyed(client: Client, redis_url: str) -> None:
+    early = Inbox(client, "p", a_worker(client).id)
+    tell(redis_url, 0.05)
+    late = Inbox(client, "p", "late")
+    assert late.read() == []
+    tell(redis_url, 0.05)
+    assert (len(early.read()), len(late.read()), len(early.read())) == (2, 1, 0)
+
+
+def test_the_silent_the_dead_and_those_that_start_are_told_apart(client: Client, redis_url: str) -> None:
+    silent, dead = a_worker(client), a_worker(client)
+    a_worker(client, state="starting")
+    a_worker(client, pool="other")
+    client.delete(keys.worker(dead.id))  # its heartbeat has run out, which is seen while the api waits
+    with pytest.raises(Unavailable, match="No worker of 'q'"):
+        with_channel(redis_url, lambda channel: channel.broadcast("q", "flush_cache", {}, 1))
+    client.set(keys.worker(dead.id), dead.encode(), px=300)
+    client.zadd(keys.WORKERS, {dead.id: 1})
+    answers = tell(redis_url, 2.5)
+    assert [info.id for info in answers.silent] == [silent.id]
+    assert [info.id for info in answers.gone] == [dead.id]
+    assert not answers.ok
+
+
+def test_one_change_at_a_time_and_a_dead_apis_lock_ends(client: Client, redis_url: str) -> None:
+    async def twice(channel: ControlChannel) -> None:
+        async with channel.exclusive("p", 60):
+            with pytest.raises(Conflict, match="'p' is under way"):
+                async with channel.exclusive("p", 60):
+                    raise AssertionError("both have it")
+            async with channel.exclusive("other", 60):
+                pass
+        async with channel.exclusive("p", 0.05):  # it outlasts its limit: another has it, and keeps it
+            await asyncio.sleep(0.1)
+            await channel.exclusive("p", 60).__aenter__()
+        assert client.exists(keys.control_lock("p"))
+
+    with_channel(redis_url, twice)
+
+
+def test_the_pools_state_is_kept_for_those_that_come(client: Client) -> None:
+    inbox = Inbox(client, "p", "w")
+    assert inbox.state() == PoolState()
+    inbox.note(weights="/w", weight_version="two")
+    inbox.note(paused="retract")
+    assert Inbox(client, "p", "later").state() == PoolState("/w", "two", "retract")
+    inbox.note(paused="")
+    assert inbox.state() == PoolState("/w", "two")
+    assert 0 < client.pttl(keys.pool_state("p")) <= keys.POOL_STATE_TTL_MS
+
+
+def test_the_stream_of_commands_stays_short(client: Client, redis_url: str) -> None:
+    a_worker(client)
+    for _ in range(3 * keys.COMMANDS_KEPT):
+        client.xadd(keys.control("p"), {"c": Command("i", "flush_cache").encode()})
+    tell(redis_url, 0.01)
+    assert client.xlen(keys.control("p")) < 2 * keys.COMMANDS_KEPT
