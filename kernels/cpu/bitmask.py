@@ -24,7 +24,7 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tenso
     assert logits.is_contiguous(), "rows stand side by side"
     size, words = logits.shape[1], -(-logits.shape[1] // _WORD)
     assert bitmask.shape[1] == 2 * words, "a row of the mask is whole words of 64 bits"
-    _apply(logits, bitmask, rows, len(rows), size, words)
+    _apply(logits.data_ptr(), bitmask.data_ptr(), rows.data_ptr(), len(rows), size, words)
 
 
 @cpu_jit
