@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 
 from headrace.worker.engine import engine as engine_module
 from headrace.worker.engine.attention_triton import num_splits
-from headrace.worker.engine.cuda_graphs import Buffers, buckets
+from headrace.worker.engine.cuda_graphs import buckets
 from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.engine.graph_buffers import Buffers, BufferWriter
 from headrace.worker.engine.plan import Slice
 from kit import engines, tiny_models
 
@@ -149,16 +150,38 @@ def test_splits_follow_from_what_a_graph_keeps() -> None:
     assert num_splits(1, 100, 1) == 1
 
 
-def test_padding_of_the_buffers(folder: Path) -> None:
-    engine = engines.tiny_engine(folder)
+def test_buffers_are_padded_and_follow_the_step(folder: Path) -> None:
+    engine = engines.tiny_engine(folder, block_size=4)
     engine.add(engines.job("a", [7, 8, 9, 10, 11], temperature=0.5, top_k=3))
-    sequence = engine._scheduler.schedule()[0].sequence
+    engine.add(engines.job("b", [5, 6]))
+    a, b = (piece.sequence for piece in engine._scheduler.schedule())
     buffers = Buffers.allocate(4, 8, 16, torch.device("cpu"))
-    buffers.fill([Slice(sequence, 4, 1)], 4)
-    second = sequence.block_table[1]
-    assert buffers.longs.tolist() == [[11, 0, 0, 0], [4, 0, 0, 0], [4 * second, -1, -1, -1]]
-    assert buffers.kv_lens.tolist() == [5, 0, 0, 0]
-    assert buffers.block_tables[0, :2].tolist() == sequence.block_table[:2]
+    writer = BufferWriter(buffers, 4)
+    writer.write([Slice(a, 4, 1), Slice(b, 1, 1)])
+    slots = [4 * a.block_table[1], 4 * b.block_table[0] + 1]
+    assert buffers.longs.tolist() == [[11, 6, 0, 0], [4, 1, 0, 0], [*slots, -1, -1]]
+    assert buffers.kv_lens.tolist() == [5, 2, 0, 0]
+    assert buffers.block_tables[0, :2].tolist() == a.block_table
     assert buffers.floats[0].tolist() == [0.5, 0, 0, 0]
     assert buffers.top_ks.tolist() == [3, 0, 0, 0]
+    keys = buffers.keys.clone()
+    assert keys[0].any()
+    assert not keys[1:].any()
+
+    a.append(12)  # the same rows, a token later: new keys, the same parameters
+    writer.write([Slice(a, 5, 1), Slice(b, 1, 1)])
+    assert buffers.longs[:, 0].tolist() == [12, 5, 4 * a.block_table[1] + 1]
+    assert not torch.equal(buffers.keys[0], keys[0])
+    assert buffers.floats[0].tolist() == [0.5, 0, 0, 0]
+
+    writer.write([Slice(b, 1, 1)])  # one has ended, the other takes its row
+    assert buffers.longs.tolist() == [[6, 0, 0, 0], [1, 0, 0, 0], [slots[1], -1, -1, -1]]
+    assert buffers.block_tables[0, :1].tolist() == b.block_table
+    assert buffers.floats[0].tolist() == [0, 0, 0, 0]
+
+    b.block_table = [b.block_table[0] + 1]  # preempted, and computed again into another block
+    writer.forget()
+    writer.write([Slice(b, 1, 1)])
+    assert buffers.block_tables[0, 0] == b.block_table[0]
+    b.block_table = [b.block_table[0] - 1]
     engine.close()

@@ -16,18 +16,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from .batch import AttentionBatch
-from .device_sampler import SamplingArrays
+from .graph_buffers import Buffers, BufferWriter
 from .plan import Slice
-from .sequence import Row
-from .step_tensors import FixedBatch, StepTensors, upload
+from .step_tensors import FixedBatch, StepTensors
 
 log = logging.getLogger(__name__)
 
@@ -48,61 +44,6 @@ def buckets(max_rows: int) -> list[int]:
     """1, 2, 4, then multiples of 8 up to `max_rows`, which is the last."""
     sizes = [size for size in (1, 2, 4, *range(8, max_rows, 8)) if size < max_rows]
     return [*sizes, max_rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """What graphs read and write, as large as the largest bucket."""
-
-    longs: torch.Tensor  # [3, B] int64: input_ids, position_ids, slot_mapping
-    kv_lens: torch.Tensor  # [B] int32
-    block_tables: torch.Tensor  # [B, W] int32
-    floats: torch.Tensor  # [3, B] float32: temperature, top-p, min-p
-    top_ks: torch.Tensor  # [B] int32
-    keys: torch.Tensor  # [B, 2] int32
-    logits: torch.Tensor  # [B, V] float32, out
-    tokens: torch.Tensor  # [B] int64, out: -1 where the logits were not finite
-
-    @classmethod
-    def allocate(cls, rows: int, table_width: int, vocab_size: int, device: torch.device) -> Buffers:
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        return cls(
-            longs=zeros(3, rows, dtype=torch.int64),
-            kv_lens=zeros(rows, dtype=torch.int32),
-            block_tables=zeros(rows, table_width, dtype=torch.int32),
-            floats=zeros(3, rows, dtype=torch.float32),
-            top_ks=zeros(rows, dtype=torch.int32),
-            keys=zeros(rows, 2, dtype=torch.int32),
-            logits=zeros(rows, vocab_size, dtype=torch.float32),
-            tokens=zeros(rows, dtype=torch.int64),
-        )
-
-    def fill(self, slices: Sequence[Slice], block_size: int) -> None:
-        """Copy a step in; rows behind it become padding. Nothing waits for the device."""
-        count, rows = len(slices), self.kv_lens.shape[0]
-        longs = np.zeros((3, rows), dtype=np.int64)
-        longs[2] = -1
-        kv_lens = np.zeros(rows, dtype=np.int32)
-        tables = np.zeros((count, max(-(-piece.end // block_size) for piece in slices)), dtype=np.int32)
-        for row, piece in enumerate(slices):
-            blocks = piece.sequence.block_table[: -(-piece.end // block_size)]
-            tables[row, : len(blocks)] = blocks
-            slot = blocks[piece.start // block_size] * block_size + piece.start % block_size
-            longs[:, row] = piece.sequence.token_ids[piece.start], piece.start, slot
-            kv_lens[row] = piece.end
-        sampling = SamplingArrays.of([Row(piece.sequence) for piece in slices], rows)
-        pairs: tuple[tuple[torch.Tensor, npt.NDArray[Any]], ...] = (
-            (self.longs, longs),
-            (self.kv_lens, kv_lens),
-            (self.block_tables[:count, : tables.shape[1]], tables),
-            (self.floats, sampling.floats),
-            (self.top_ks, sampling.top_ks),
-            (self.keys, sampling.keys),
-        )
-        for buffer, array in pairs:
-            buffer.copy_(upload(array, buffer.device), non_blocking=True)
 
 
 class DecodeGraphs:
@@ -127,10 +68,10 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         self._forward = forward
-        self._block_size = block_size
         self._sizes = buckets(min(max_rows, MOST_ROWS))
         width = -(-context_length // block_size)
         self._buffers = Buffers.allocate(self._sizes[-1], width, vocab_size, device)
+        self._writer = BufferWriter(self._buffers, block_size)
         self._buffers.longs[2] = -1  # what is captured before the first step stores nothing
         # The largest first: the smaller ones find room in the memory that it used.
         self._replays = {size: capture(self._step(size)) for size in reversed(self._sizes)}
@@ -146,9 +87,13 @@ class DecodeGraphs:
             Logits [S, V] float32, and the tokens [S] that plain sampling draws from them; both are overwritten by the
             next step.
         """
-        self._buffers.fill(slices, self._block_size)
+        self._writer.write(slices)
         self._replays[self._sizes[bisect_left(self._sizes, len(slices))]]()
         return self._buffers.logits[: len(slices)], self._buffers.tokens[: len(slices)]
+
+    def forget(self) -> None:
+        """A step was computed otherwise, see `BufferWriter.forget`."""
+        self._writer.forget()
 
     def _step(self, rows: int) -> Callable[[], None]:
         """What one graph does, on the buffers' first `rows` rows."""

@@ -6,7 +6,6 @@ What needs a request's own tokens, a grammar, or log-probabilities goes through 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ import torch
 from .adjust import may_need_adjusting
 from .noise import row_keys_array
 from .sampler import Sample
-from .sequence import Row
+from .sequence import Row, Sequence
 
 
 def is_plain(row: Row) -> bool:
@@ -23,37 +22,33 @@ def is_plain(row: Row) -> bool:
     return not (row.job.return_logprob or row.sequence.matcher is not None or may_need_adjusting(row.params))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingArrays:
-    """`floats` [3, R] float32: temperature, top-p, min-p; `top_ks` [R] int32; `keys` [R, 2] int32. On the host."""
+class SamplingColumns:
+    """Sampling parameters of rows, and of greedy ones up to `count`, on the host.
 
-    floats: npt.NDArray[np.float32]
-    top_ks: npt.NDArray[np.int32]
-    keys: npt.NDArray[np.int32]
+    Attributes:
+        floats: [3, count] float32: temperature (0: greedy), top-p, min-p.
+        top_ks: [count] int32; 0 for no limit.
+    """
 
-    @classmethod
-    def of(cls, rows: Rows[Row], count: int) -> SamplingArrays:
-        """Those of `rows`, and greedy ones up to `count`."""
-        out = cls.greedy(count)
-        params = [row.params for row in rows]
-        drawn = [number for number, s in enumerate(params) if not s.greedy]
-        if not drawn:
-            return out
-        out.floats[:, drawn] = [
-            [params[number].temperature for number in drawn],
-            [params[number].top_p for number in drawn],
-            [params[number].min_p for number in drawn],
-        ]
-        out.top_ks[drawn] = [min(max(params[number].top_k, 0), 2**31 - 1) for number in drawn]
-        seeds, positions = zip(*((rows[n].sequence.seed, rows[n].num_output_tokens) for n in drawn), strict=True)
-        out.keys[drawn] = row_keys_array(seeds, positions)
-        return out
+    def __init__(self, sequences: Rows[Sequence], count: int) -> None:
+        self.floats = np.zeros((3, count), dtype=np.float32)
+        self.floats[1] = 1.0
+        self.top_ks = np.zeros(count, dtype=np.int32)
+        self._count = count
+        self._drawn = [(row, sequence) for row, sequence in enumerate(sequences) if not sequence.params.greedy]
+        self._rows = [row for row, _ in self._drawn]
+        self._seeds = [sequence.seed for _, sequence in self._drawn]
+        for row, sequence in self._drawn:
+            s = sequence.params
+            self.floats[:, row] = s.temperature, s.top_p, s.min_p
+            self.top_ks[row] = min(max(s.top_k, 0), 2**31 - 1)
 
-    @classmethod
-    def greedy(cls, count: int) -> SamplingArrays:
-        floats = np.zeros((3, count), dtype=np.float32)
-        floats[1] = 1.0
-        return cls(floats, np.zeros(count, dtype=np.int32), np.zeros((count, 2), dtype=np.int32))
+    def keys(self) -> npt.NDArray[np.int32]:
+        """[count, 2] of the noise at the sequences' present positions; zeros in greedy rows."""
+        keys = np.zeros((self._count, 2), dtype=np.int32)
+        if self._drawn:
+            keys[self._rows] = row_keys_array(self._seeds, [sequence.num_output_tokens for _, sequence in self._drawn])
+        return keys
 
 
 def samples(tokens: torch.Tensor) -> list[Sample]:

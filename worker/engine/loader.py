@@ -54,6 +54,8 @@ def resolve_device(settings: WorkerSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device (HEADRACE_DEVICE): torch sees {torch.cuda.device_count()} GPUs, got {device}")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where Triton launches its kernels
     return device
 
 

@@ -91,6 +91,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(slices):
             logits, drawn = self._graphs.run(slices)
             return StepLogits(list(slices), logits, [], drawn)
+        if self._graphs is not None:
+            self._graphs.forget()
         groups = [[piece] for piece in slices] if self._alone else [slices]
         return StepLogits.merged([self._forward(group) for group in groups])
 

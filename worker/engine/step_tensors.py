@@ -50,8 +50,11 @@ class FixedBatch(AttentionBatch):
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it: from pinned memory, which torch keeps until the copy is done."""
+    """Copy to the device without waiting for it."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def pinned(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """On the host, where a copy to `device` need not be waited for: torch keeps pinned memory until it is done."""
     tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
