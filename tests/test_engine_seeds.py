@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def test_alone_together_and_after_a_restart(folder: Path) -> None:
     again = engines.run(second, others)
     assert {rid: again[rid].token_ids for rid in together} == together
     assert len({tuple(ids) for ids in together.values()}) == len(together)
+
+
+def test_guessing_ahead_changes_nothing(folder: Path) -> None:
+    plain, guessing = engines.tiny_engine(folder), engines.tiny_engine(folder, speculate=3)
+    repeated = [dataclasses.replace(job, input_ids=job.input_ids * 4) for job in jobs()]  # so that there is to guess
+    whole = {rid: one.token_ids for rid, one in engines.run(plain, repeated).items()}
+    assert {rid: one.token_ids for rid, one in engines.run(guessing, repeated).items()} == whole
 
 
 def test_taken_over_at_every_token(folder: Path) -> None:
