@@ -51,7 +51,9 @@ class WorkerSettings(StoreSettings):
     speculate: int = Field(
         0, ge=0, le=32, description="tokens guessed per step from what the sequence said before, and checked; 0: none"
     )
-    deterministic: bool = Field(False, description="same bytes whatever the batch: each sequence is computed alone")
+    deterministic: bool = Field(
+        False, description="same bytes whatever the batch; free, and so always on, where the log at start says so"
+    )
     lora: StrTuple = Field(
         (), description="NAME=DIR, a PEFT adapter of the model to serve as NAME; several may be given"
     )

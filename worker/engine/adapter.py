@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ...shared.errors import InvalidRequest
+from .linear import PackedLinear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -41,6 +42,21 @@ class Factors:
 
     a: torch.Tensor
     b: torch.Tensor
+    packed: tuple[PackedLinear, PackedLinear] | None = None  # on a CPU: a row is the same whatever stands beside it
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] → [T, out]."""
+        if self.packed is None:
+            return (x @ self.a.T) @ self.b.T
+        down, up = self.packed
+        out: torch.Tensor = up(down(x))
+        return out
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Factors:
+        a, b = self.a.to(device, dtype), self.b.to(device, dtype)
+        if (device.type, dtype) != ("cpu", torch.float32):
+            return Factors(a, b)
+        return Factors(a, b, (PackedLinear.of(a, None, "auto"), PackedLinear.of(b, None, "auto")))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +98,7 @@ def read_adapter(
     rank = max(f.a.shape[0] for f in factors.values())
     if rank > max_rank:
         raise _wrong(f"its rank is {rank}, and --max-lora-rank of the worker is {max_rank}")
-    placed = {path: Factors(f.a.to(device, dtype), f.b.to(device, dtype)) for path, f in factors.items()}
+    placed = {path: each.on(device, dtype) for path, each in factors.items()}
     return Adapter(_content_id(folder), rank, placed)
 
 

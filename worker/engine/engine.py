@@ -21,6 +21,7 @@ from ..interface import StepOutput
 from ..meter import Meter
 from ..settings import WorkerSettings
 from .adapter import read_adapter
+from .attention_cpu import CpuAttention
 from .attention_triton import TritonAttention
 from .backends import make_backend
 from .blocks import BlockAllocator
@@ -357,9 +358,16 @@ def _seed_of(rid: str) -> int:
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "big")
 
 
+_PROMISES = (
+    "may depend on what runs beside it; --deterministic prevents that",
+    "do not depend on what runs beside it",
+    "do not depend on what runs beside it: each sequence is computed alone, which is slow",
+)
+
+
 def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tuple[Scheduler, ModelRunner]:
     """The pool that memory allows, who shares it out, and the model over it."""
-    on_cpu, alone = loaded.device.type == "cpu", settings.deterministic
+    on_cpu = loaded.device.type == "cpu"
     max_running = settings.max_running or (32 if on_cpu else 256)
     max_batch_tokens = settings.max_batch_tokens or max(max_running, 256 if on_cpu else 8192)
     blocks = num_blocks(
@@ -380,8 +388,11 @@ def _build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tu
         dtype=loaded.dtype,
         device=loaded.device,
         context_length=card.context_length,
-        invariant=alone,
+        invariant=settings.deterministic,
     )
+    free = loaded.invariant and isinstance(backend, CpuAttention)
+    alone = settings.deterministic and not free
+    log.info("%s: an answer's bytes %s", card.name, _PROMISES[free + 2 * alone])
     scheduler = Scheduler(
         BlockAllocator(blocks, size),
         max_running=max_running,

@@ -40,6 +40,7 @@ class LoadedModel:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    invariant: bool  # whether a token's logits were the same bit for bit alone and in a batch
 
 
 # How far rounded weights may move the logits, as a share of their length: a guard against another formula, not against
@@ -110,12 +111,12 @@ def adopt(
         model.set_attn_implementation(IMPLEMENTATION)
         attention.attach(model)
         _rewrite(model, parameter, weight_dtype)
-        trial.prove(model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
+        invariant = trial.prove(model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
     except _MODEL_ERRORS as e:
         raise ModelRefused(f"--model {name}: {kind} {stage}: {_first_line(e)}. {_HINT}") from e
-    return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device)
+    return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, invariant)
 
 
 def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> None:

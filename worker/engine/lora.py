@@ -163,7 +163,7 @@ class Adapters:
                     continue
                 if rows is None:
                     rows = x[group.rows]
-                delta = (rows @ factors.a.T) @ factors.b.T
+                delta = factors(rows)
                 part = y[:, site.start : site.stop]
                 if isinstance(group.rows, slice):
                     part[group.rows] += delta
