@@ -22,7 +22,7 @@ class Limits:
     max_stop_chars: int = 1000
     max_bad_words: int = 1000
     max_logprobs: int = 20
-    max_named_logprobs: int = 1000
+    max_named_logprobs: int = 128
     max_texts: int = 2048
 
 

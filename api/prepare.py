@@ -20,6 +20,7 @@ from .tokenize import Tokenizers
 from .translate import Caller, Endpoint, Translated, Translator
 
 SEEDS = 2**52
+MAX_SCORES = 1_000_000  # of one prompt: they travel in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,7 @@ class Preparer:
             )
         if not ids:
             ids = await self._empty_prompt(translated)
-        if prompt.logprob_start_len > len(ids):
-            raise InvalidRequest(
-                f"The prompt has {len(ids)} tokens; got {prompt.logprob_start_len}.", param="logprob_start_len"
-            )
+        _check_scores(translated, prompt, len(ids))
         limit = prompt.sampling.max_new_tokens
         if prompt.task == "generate":
             limit = _limit(translated, limit, len(ids))
@@ -141,6 +139,17 @@ class Preparer:
             p.text if p.text is not None else tokenizer.decode(p.input_ids or (), p.sampling.skip_special_tokens)
             for p in prompts
         )
+
+
+def _check_scores(translated: Translated, prompt: GenerateReqInput, prompt_tokens: int) -> None:
+    """Raises InvalidRequest where log-probabilities are asked of more than the prompt, or too many of them."""
+    start = prompt.logprob_start_len
+    if start > prompt_tokens:
+        raise InvalidRequest(f"The prompt has {prompt_tokens} tokens; got {start}.", param="logprob_start_len")
+    wanted = (prompt_tokens - start) * (1 + prompt.top_logprobs_num + len(prompt.token_ids_logprob))
+    if start >= 0 and wanted > MAX_SCORES:
+        param = "logprobs" if translated.endpoint == "/v1/completions" else "logprob_start_len"
+        raise InvalidRequest(f"At most {MAX_SCORES} scores of a prompt are told at once; got {wanted}.", param=param)
 
 
 def _limit(translated: Translated, wanted: int | None, prompt_tokens: int) -> int:

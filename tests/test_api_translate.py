@@ -144,6 +144,16 @@ def test_bad_words_are_tokens_with_and_without_a_space_before() -> None:
     assert len(native) == 4
 
 
+def test_scores_of_a_long_prompt_are_bounded() -> None:
+    backend = FakeBackend(cards={"m": card(context_length=100_000)})
+    body = {"model": "m", "prompt": [97] * 60_000, "echo": True, "logprobs": 20, "max_tokens": 1}
+    assert refused(COMPLETIONS, body, backend).param == "logprobs"
+    assert prepare(COMPLETIONS, body | {"logprobs": 5}, backend).jobs[0].logprob_start_len == 0
+    native = {"input_ids": [97] * 60_000, "return_logprob": True, "top_logprobs_num": 20}
+    assert refused(GENERATE, native | {"logprob_start_len": 0}, backend).param == "logprob_start_len"
+    assert prepare(GENERATE, native | {"logprob_start_len": 50_000}, backend).jobs
+
+
 def test_best_of_generates_more_than_it_shows() -> None:
     for endpoint, body in (
         (COMPLETIONS, {"model": "m", "prompt": "x", "n": 2, "best_of": 5}),
@@ -319,7 +329,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str) -> None:
         (GENERATE, {"text": "a", "logprob_start_len": -2, "return_logprob": True}, "logprob_start_len"),
         (GENERATE, {"text": "a", "token_ids_logprob": [5]}, "token_ids_logprob"),
         (GENERATE, {"text": "a", "token_ids_logprob": [99999], "return_logprob": True}, "token_ids_logprob"),
-        (GENERATE, {"text": "a", "token_ids_logprob": [5] * 1001, "return_logprob": True}, "token_ids_logprob"),
+        (GENERATE, {"text": "a", "token_ids_logprob": [5] * 129, "return_logprob": True}, "token_ids_logprob"),
     ],
 )
 def test_what_is_wrong_is_named_elsewhere(endpoint: Endpoint, body: dict[str, Any], param: str) -> None:
