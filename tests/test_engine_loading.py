@@ -124,6 +124,62 @@ def test_no_folder_no_name_and_broken_json_are_refused(folder: Path) -> None:
         card_of(folder)
 
 
+BROKEN: dict[str, dict[str, Any]] = {
+    r"num_hidden_layers should be a positive integer, got 0": {"num_hidden_layers": 0},
+    r"vocab_size should be a positive integer, got 'many'": {"vocab_size": "many"},
+    r"max_position_embeddings should be a positive integer, got -5": {"max_position_embeddings": -5},
+    r"text_config should be an object, got 'x'": {"text_config": "x"},
+    r"9 weights are missing, such as model.layers.2.input_layernorm.weight": {"num_hidden_layers": 3},
+    r"k_proj.weight is \[32, 64\], by config.json it should be \[128, 64\]": {"num_key_value_heads": 8},
+    r"config.json is not understood: .*not a multiple": {"num_attention_heads": 3},
+    r"config.json is not understood: .*rms_norm_eps": {"rms_norm_eps": "small"},
+    r"config.json is not understood: .*long_factor": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+    r"the weights cannot be read: KeyError: 'newest'": {"rope_parameters": {"rope_type": "newest", "rope_theta": 1e4}},
+    r"the weights cannot be read: KeyError: 'zelu'": {"hidden_act": "zelu"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_configuration_that_is_wrong_is_refused(folder: Path, says: str) -> None:
+    change(folder, "config.json", **BROKEN[says])
+    with pytest.raises(ModelRefused, match=says):
+        engines.tiny_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"\xff" * 4000, r"the weights cannot be read: .*header"),
+        ("model.safetensors", b"", r"the weights cannot be read"),
+        ("tokenizer.json", b"{", r"tokenizer.json is not JSON"),
+        ("tokenizer.json", b"[]", r"tokenizer.json is no tokenizer"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config.json should be a JSON object"),
+        ("generation_config.json", b"\xff", r"generation_config.json is not JSON"),
+        ("generation_config.json", b'{"eos_token_id": ["end"]}', r"eos_token_id should be a token id.* got 'end'"),
+        ("chat_template.jinja", b"\xff", r"chat_template.jinja is not UTF-8"),
+    ],
+)
+def test_a_file_that_is_broken_is_refused(folder: Path, name: str, content: bytes, says: str) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelRefused, match=says):
+        engines.tiny_engine(folder)
+
+
+def test_weights_that_are_not_safetensors_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # a pickle runs what its writer wanted
+    with pytest.raises(ModelRefused, match=r"the weights cannot be read: .*safetensors"):
+        engines.tiny_engine(folder)
+
+
+def test_a_shard_that_is_not_there_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    shard = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shard))
+    with pytest.raises(ModelRefused, match=r"the weights cannot be read: .*model-00001-of-00002.safetensors"):
+        engines.tiny_engine(folder)
+
+
 def test_missing_weights_are_refused(folder: Path) -> None:
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

@@ -25,6 +25,7 @@ from .settings import WorkerSettings
 _POSITIONS_AFTER_PADDING = frozenset(
     {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "longformer", "xmod", "ibert"}
 )
+_SIZE_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
 
@@ -41,6 +42,9 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
     tokenizer_config = _read_json(folder, "tokenizer_config.json")
     generation = _read_json(folder, "generation_config.json")
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelRefused(f"--model {folder}: config.json: text_config should be an object, got {text!r}")
+    _check_numbers(folder, text)
     card = ModelCard(
         name=name,
         pool=_pool(name),
@@ -59,6 +63,14 @@ def load_card(settings: WorkerSettings) -> tuple[ModelCard, bytes]:
         created=int(time.time()),
     )
     return card, tokenizer
+
+
+def _check_numbers(folder: Path, text: dict[str, Any]) -> None:
+    """Raises ModelRefused where a number that this card or a pool of K/V depends on is none, or is not positive."""
+    for key in (*_CONTEXT_KEYS, *_SIZE_KEYS):
+        value = text.get(key)
+        if isinstance(value, (str, float, bool)) or (isinstance(value, int) and value < 1):  # lists are by layer
+            raise ModelRefused(f"--model {folder}: config.json: {key} should be a positive integer, got {value!r}")
 
 
 def _pool(name: str) -> str:
@@ -107,7 +119,14 @@ def _read_tokenizer(folder: Path) -> bytes:
             f"--model {folder}: has no tokenizer.json. Convert the tokenizer once with "
             f'`AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")`'
         )
-    return path.read_bytes()
+    blob = path.read_bytes()
+    try:
+        value = orjson.loads(blob)
+    except orjson.JSONDecodeError as e:
+        raise ModelRefused(f"--model {folder}: tokenizer.json is not JSON: {e}") from e
+    if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
+        raise ModelRefused(f"--model {folder}: tokenizer.json is no tokenizer: it should be an object with a model")
+    return blob
 
 
 def _task(settings: WorkerSettings, folder: Path, config: dict[str, Any]) -> Task:
@@ -125,7 +144,9 @@ def _task(settings: WorkerSettings, folder: Path, config: dict[str, Any]) -> Tas
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
     """The names of a classifier's classes, in their order; empty where config.json has none."""
-    named = config.get("id2label") or {}
+    named = config.get("id2label")
+    if not isinstance(named, dict):
+        named = {}
     count = max(len(named), int(config.get("num_labels") or 0))
     return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(count))
 
@@ -179,7 +200,11 @@ def _eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
     for source in sources:
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+            values = value if isinstance(value, list) else [value]
+            wrong = next((v for v in values if type(v) is not int), None)
+            if wrong is not None:
+                raise ModelRefused(f"--model: eos_token_id should be a token id, or a list of them, got {wrong!r}")
+            return tuple(values)
     return ()
 
 
@@ -191,7 +216,10 @@ def _token_text(token: Any) -> str:
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise ModelRefused(f"--model {folder}: chat_template.jinja is not UTF-8: {e}") from e
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}

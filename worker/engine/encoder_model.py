@@ -12,7 +12,7 @@ import transformers
 from ...shared.errors import ModelRefused
 from ...shared.messages import Task
 from ..settings import WorkerSettings
-from .loader import quiet
+from .loader import MODEL_ERRORS, one_line, quiet
 from .pooling import Pooler, read_pooler
 
 
@@ -66,9 +66,11 @@ def load_encoder(
     from_pretrained: Any = auto.from_pretrained  # its types know no loading info
     try:
         with quiet():
-            model, info = from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
-        raise ModelRefused(f"--model {folder}: cannot be loaded to {task}: {e}") from e
+            model, info = from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+    except MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {folder}: cannot be loaded to {task}: {one_line(e)}") from e
     kind, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"--model {folder}: {kind} is an encoder-decoder, which does not {task} texts here")
@@ -82,8 +84,8 @@ def load_encoder(
         if task == "embed":
             pooler = read_pooler(folder, settings, default="last" if _causal(model) else "mean", device=device)
         return EncoderModel(model, pooler, device)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as e:
-        raise ModelRefused(f"--model {folder}: {kind} failed to {task} a first text: {e}") from e
+    except MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {folder}: {kind} failed to {task} a first text: {one_line(e)}") from e
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -22,11 +23,15 @@ from .attention_triton import triton_is_installed
 from .fuse import fuse_norms
 from .kv_cache import LayerShape
 from .linear import WeightDtype, pack_linears
+from .quantized import check_quantization, is_quantized
 
 log = logging.getLogger(__name__)
 
 # What a model's own code raises on inputs that it is not made for.
-_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+MODEL_ERRORS = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, OSError, ImportError),
+    *(StrictDataclassError, SafetensorError),
+)
 _HINT = "Serve a decoder-only model whose layers all use transformers' attention interface (llama, qwen, gemma, …)"
 
 
@@ -80,7 +85,8 @@ def load_model(
     Raises:
         ModelRefused: the folder is broken, weights are missing, or the architecture cannot run over a paged pool.
     """
-    config = _read_config(folder)
+    config = _generator_config(folder)
+    check_quantization(config, folder, device)
     model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
     num_layers = int(config.get_text_config().num_hidden_layers)
     return adopt(
@@ -114,13 +120,16 @@ def adopt(
         invariant = trial.prove(model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
-    except _MODEL_ERRORS as e:
-        raise ModelRefused(f"--model {name}: {kind} {stage}: {_first_line(e)}. {_HINT}") from e
+    except MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {name}: {kind} {stage}: {one_line(e)}. {_HINT}") from e
     return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, invariant)
 
 
 def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> None:
     """Everything that changes a model's speed and not what it computes."""
+    if is_quantized(model):  # its linears keep the weights that their quantizer made
+        log.info("%s: %d norms fused, quantised weights as they are", type(model).__name__, fuse_norms(model))
+        return
     if parameter.device.type == "cuda" and triton_is_installed():
         from .fuse_cuda import fuse
 
@@ -132,15 +141,27 @@ def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> 
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def one_line(error: BaseException) -> str:
+    """An error of foreign code as a part of a sentence; what says only a key or nothing gets its kind in front."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, (OSError, ValueError, RuntimeError, StrictDataclassError)) and text
+    return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """transformers' configuration of a model folder.
+
+    Raises:
+        ModelRefused: there is none that it understands.
+    """
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise ModelRefused(f"--model {folder}: config.json is not understood: {e}") from e
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {folder}: config.json is not understood: {one_line(e)}") from e
+
+
+def _generator_config(folder: Path) -> Any:
+    config = read_config(folder)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"--model {folder}: {config.model_type} is an encoder-decoder. {_HINT}")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -153,12 +174,20 @@ def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
     try:
         with quiet():
             model, info = from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,  # a pickle runs what its writer wanted
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
             )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as e:
-        raise ModelRefused(f"--model {folder}: the weights cannot be read: {e}") from e
+    except MODEL_ERRORS as e:
+        raise ModelRefused(f"--model {folder}: the weights cannot be read: {one_line(e)}") from e
     for name, got, wanted in sorted(info["mismatched_keys"]):
         raise ModelRefused(f"--model {folder}: {name} is {list(got)}, by config.json it should be {list(wanted)}")
+    if info["unexpected_keys"]:
+        some = ", ".join(sorted(info["unexpected_keys"])[:3])
+        log.warning("%s: %d weights have no place in the model, such as %s", folder, len(info["unexpected_keys"]), some)
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelRefused(f"--model {folder}: {len(info['missing_keys'])} weights are missing, such as {some}")

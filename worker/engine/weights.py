@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from ...shared.errors import InvalidRequest, ModelRefused
-from .loader import LoadedModel
+from .loader import LoadedModel, read_config
 
 # Fields of a configuration that say nothing about what the weights compute.
 _ASIDE = frozenset(
@@ -40,11 +38,7 @@ def blueprint(folder: Path) -> dict[str, Any]:
     Raises:
         ModelRefused: there is no configuration that transformers reads.
     """
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise ModelRefused(f"--model {folder}: config.json is not understood: {e}") from e
-    return _flat(config.to_dict())
+    return _flat(read_config(folder).to_dict())
 
 
 def read_beside(folder: Path, served: dict[str, Any], load: Callable[[Path], LoadedModel]) -> LoadedModel:
