@@ -21,7 +21,7 @@ from . import keys
 from .clients import BLOCK_MS, AsyncClient, Client, write_always
 from .codec import build, dump, parse
 from .errors import Conflict, Unavailable
-from .registry import ProcessInfo
+from .registry import ProcessInfo, processes
 
 Kind = Literal[
     "flush_cache",
@@ -81,7 +81,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What a worker that joins a pool must do as the others did. Kept as long as the pool has workers.
+    """What a worker that joins a pool must do as the others did. Kept until the last worker leaves; where all were
+    killed, for as long as one may take to start again.
 
     `weights` is the folder that replaced `--model`'s; `paused` the mode in which the pool was paused.
     """
@@ -127,6 +128,12 @@ class Inbox:
         flat = [part for pair in changes.items() for part in pair]
         write_always(self._client, "HSET", keys.pool_state(self._pool), *flat)
         self.keep_state()
+
+    def leave(self) -> None:
+        """We are listed no more; the last of a pool takes its state along, so that a new start is a new start."""
+        others = (p for p in processes(self._client) if p.role == "worker" and p.extra.get("pool") == self._pool)
+        if next(others, None) is None:
+            self._client.delete(keys.pool_state(self._pool))
 
     def keep_state(self) -> None:
         """Say that the pool has a worker, so that its state stays."""

@@ -31,7 +31,7 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:ctl:<pool>                    stream   commands to all workers of a pool; `c` a Command; trimmed
     hr:ctlr:<id>                     stream   the workers' answers to one command; `o` an Outcome; expires
     hr:ctll:<pool>                   string   the api request that changes the pool's weights or adapters now; expires
-    hr:pool:<pool>                   hash     PoolState, for workers that come later; expires when the pool has none
+    hr:pool:<pool>                   hash     PoolState, for workers that come later; the last one to leave deletes it
     hr:batch*, hr:file*, hr:upload*  …        on the control Redis: api/batches/store.py, api/files/store.py, uploads.py
 
 Entries of `t:<rid>`: `t` ids in decimal, `lp` their logprobs (JSON), `ct` cached prompt tokens,
@@ -70,7 +70,7 @@ COMMANDS_KEPT = 128  # a worker reads them between its steps; one that is so far
 KEEP_WHOLE_MS = 30_000  # text of a finished request that was not streamed: only a repair reads it (a stream's: keep_s)
 PROCESS_TTL_MS = 15_000  # a process that says nothing for so long is gone
 REPLY_TTL_MS = 60_000  # an answer to a command; who asked reads it at once
-POOL_STATE_TTL_MS = 900_000  # without a worker; more than the time that one takes to start again
+POOL_STATE_TTL_MS = 900_000  # where all workers were killed: more than one takes to start again
 MAX_ATTEMPTS = 3  # deaths of a request's worker before it published a token; SUSPECT_AT in lua/common.lua is one less
 
 

@@ -76,10 +76,11 @@ def test_a_pause_can_end_what_runs(control: Control) -> None:
 
 def test_a_worker_that_comes_later_is_paused_too(control: Control) -> None:
     control.post("/pause_generation")
-    for worker in control.workers:
-        assert terminate(worker) == 0  # told to stop, it does not wait for the pause to end
+    first, second = control.workers
+    assert terminate(first) == 0  # told to stop, it does not wait for the pause to end
     control.workers = [control.start()]
-    control.wait_for(1)
+    control.wait_for(2)
+    assert terminate(second) == 0
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(control.generate)
         time.sleep(1.5)
@@ -141,7 +142,10 @@ def test_a_worker_that_dies_with_a_command_is_named(control: Control) -> None:
 
 
 def test_a_model_without_workers_is_said(control: Control) -> None:
+    control.post("/pause_generation")
     for worker in control.workers:
         assert terminate(worker) == 0
+    with connect(control.deployment.redis_url) as store:
+        assert not store.exists(keys.pool_state("m"))  # a new start is a new start
     assert "No worker of 'm'" in control.error("/flush_cache", 503)
     assert "does not exist" in control.error("/flush_cache", 404, model="other")

@@ -124,7 +124,14 @@ def test_the_pools_state_is_kept_for_those_that_come(client: Client) -> None:
     assert Inbox(client, "p", "later").state() == PoolState("/w", "two", "retract")
     inbox.note(paused="")
     assert inbox.state() == PoolState("/w", "two")
+    member = Membership(ProcessInfo("worker", extra={"pool": "p"}, state="ready"))
+    member.beat(client)
+    inbox.leave()
+    assert inbox.state() == PoolState("/w", "two")  # another is there
     assert 0 < client.pttl(keys.pool_state("p")) <= keys.POOL_STATE_TTL_MS
+    member.leave(client)
+    inbox.leave()
+    assert inbox.state() == PoolState()
 
 
 def test_the_stream_of_commands_stays_short(client: Client, redis_url: str) -> None:

@@ -109,6 +109,10 @@ class Controller:
         ended, self._ended = self._ended, []
         return ended
 
+    def leave(self) -> None:
+        """This worker has left the list."""
+        self._inbox.leave()
+
     def wait_ms(self, longest: int) -> int:
         """How long the loop may wait for `watched` before it must call `obey` again."""
         return READING_POLL_MS if self._reading is not None else longest

@@ -306,5 +306,6 @@ class Worker:
             log.info("handed back %d requests for another worker", given)
         try:
             self._member.leave(self._client)
+            self._control.leave()
         except TRANSIENT as e:
             log.info("this process is listed until its heartbeat runs out: %s", e)
