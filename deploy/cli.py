@@ -25,7 +25,7 @@ tools
   model add   register a model without starting a worker
   demo        fetch a small model, serve it, stream an answer and run a batch
   chat        talk to a running server
-  bench       load an OpenAI-compatible server and measure it
+  bench       load an OpenAI-compatible server and measure it; `bench engine`: a worker's engine alone
   doctor      look at this machine and say what is missing
 
 Each flag is an environment variable, too: --redis-url is HEADRACE_REDIS_URL."""
@@ -134,6 +134,10 @@ def _model(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
+    if argv[:1] == ["engine"]:
+        from .bench.engine import main as bench_engine
+
+        return bench_engine(argv[1:])
     from .bench import main as bench
 
     return bench(argv)
