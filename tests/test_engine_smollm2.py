@@ -82,3 +82,28 @@ def test_sixteen_at_once(engine: TransformersEngine, prompts: list[list[int]], e
     jobs = [engines.job(str(i), p, ignore_eos=False, max_new_tokens=OUTPUT) for i, p in enumerate(prompts)]
     out = engines.run(engine, jobs)
     assert [out[str(i)].token_ids for i in range(len(prompts))] == expected
+
+
+def test_again_from_the_cache_with_guesses_in_a_pool_too_small_for_all(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    settings = WorkerSettings(
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        context_length=512,
+        max_running=16,
+        max_batch_tokens=64,
+        kv_memory="32mb",
+        speculate=3,
+    )
+    engine = TransformersEngine(settings)
+    jobs = [engines.job(str(i), p, ignore_eos=False, max_new_tokens=OUTPUT) for i, p in enumerate(prompts)]
+    first, again = engines.run(engine, jobs), engines.run(engine, jobs)
+    for number, tokens in enumerate(expected):
+        assert first[str(number)].token_ids == tokens
+        assert again[str(number)].token_ids == tokens
+    stats = engine.stats()
+    assert stats["prefix_hit_tokens"] > 0
+    assert stats["accepted_tokens"] > 0
+    engine.close()
