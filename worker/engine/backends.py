@@ -30,7 +30,7 @@ def make_backend(
 
     Args:
         context_length: tokens of the longest sequence; None: all that the pool holds.
-        invariant: each row is summed in the same order whatever else is in a step (all but "triton" do so anyway).
+        invariant: let Triton's kernels sum each row in the same order whatever else is in a step.
 
     Raises:
         ConfigError: the backend is asked for by name, and what it needs is not installed.
