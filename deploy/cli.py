@@ -135,7 +135,7 @@ def _model(argv: Sequence[str]) -> int:
 
 def _bench(argv: Sequence[str]) -> int:
     if argv[:1] == ["engine"]:
-        from .bench.engine import main as bench_engine
+        from ..worker.bench import main as bench_engine
 
         return bench_engine(argv[1:])
     from .bench import main as bench

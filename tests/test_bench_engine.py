@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from headrace.deploy.bench.engine import main
 from headrace.shared.errors import ConfigError
+from headrace.worker.bench import main
 from kit import architectures
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 from pydantic import Field, field_validator
 
-from ...shared.messages import GenerateJob, SamplingParams
-from ...shared.settings import IntTuple, load
-from ...worker.interface import Engine
-from ...worker.settings import WorkerSettings
+from ..shared.messages import GenerateJob, SamplingParams
+from ..shared.settings import IntTuple, load
+from .interface import Engine
+from .settings import WorkerSettings
 
 
 class EngineBenchSettings(WorkerSettings):
@@ -46,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: as a worker's start does.
     """
     settings = load(EngineBenchSettings, argv, "headrace bench engine")
-    from ...worker.pace import calm_threads
+    from .pace import calm_threads
 
     calm_threads()
-    from ...worker.engine.engine import TransformersEngine  # loads torch
+    from .engine.engine import TransformersEngine  # loads torch
 
     engine = TransformersEngine(settings)
     _run(engine, _jobs(settings, engine, 1, salt=-1))  # what is compiled or allocated first is not measured
