@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     _run(engine, _jobs(settings, engine, 1, salt=-1))  # what is compiled or allocated first is not measured
     for number, level in enumerate(settings.concurrency):
         line: dict[str, Any] = {"model": engine.card.name, "dtype": engine.card.dtype, "concurrency": level}
-        print(orjson.dumps(line | _run(engine, _jobs(settings, engine, level, salt=number))).decode(), flush=True)
+        line |= _run(engine, _jobs(settings, engine, level, salt=number))
+        sys.stdout.write(orjson.dumps(line).decode() + "\n")
+        sys.stdout.flush()
     engine.close()
     return 0
 
