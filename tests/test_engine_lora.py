@@ -85,6 +85,16 @@ def test_a_mixed_batch_is_each_adapters_own_model(folders: Folders, deterministi
     engine.close()
 
 
+def test_what_runs_beside_a_request_changes_no_bit_of_it(folders: Folders) -> None:
+    engine = serving(folders, deterministic=True, prefix_cache="off")
+    wanted = of("everything", "a", PROMPTS[2], top_logprobs=3, max_new_tokens=6)
+    (alone,) = run(engine, [wanted]).values()
+    others = [of(name, name, PROMPTS[i], max_new_tokens=9) for i, name in enumerate(folders.merged)]
+    beside = run(engine, [*others, wanted])["a"]
+    assert (beside.token_ids, beside.logprobs) == (alone.token_ids, alone.logprobs)
+    engine.close()
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "phi3", "gemma2", "qwen3_moe"])
 def test_other_architectures_take_adapters(architecture: str, tmp_path: Path) -> None:
     """Conv1D, linears that are merged in the model itself, norms around them, attention beside experts."""
