@@ -79,11 +79,15 @@ def compare(engine: TransformersEngine, folder: Path) -> None:
     mixed = engines.run(engine, jobs)
     for number, prompt in enumerate(prompts):
         _assert_equal(folder, prompt, mixed[str(number)])
-    for number, prompt in enumerate(prompts):  # taken over half way; where there is a prefix cache, out of it
+    for number, prompt in enumerate(prompts):  # taken over half way
         produced = mixed[str(number)].token_ids[: 1 + number]
         engine.add(engines.job(str(number), prompt, max_new_tokens=_OUTPUT, top_logprobs=32), produced)
     for rid, generation in engines.drain(engine).items():
         assert generation.token_ids == mixed[rid].token_ids[1 + int(rid) :], "after a takeover"
+    again = engines.run(engine, jobs)  # and once more, out of the prefix cache
+    assert all((again[str(i)].cached_tokens or 0) > 0 for i, prompt in enumerate(prompts) if len(prompt) == 50)
+    for number, prompt in enumerate(prompts):
+        _assert_equal(folder, prompt, again[str(number)])
     before = engine._scheduler.preemptions
     prompts = [prompt[:length] for prompt, length in zip(engines.random_prompts([20] * 5, seed=2), _LONG, strict=True)]
     long = engines.run(engine, [engines.job(str(i), p, max_new_tokens=_LONG_OUTPUT) for i, p in enumerate(prompts)])
