@@ -28,7 +28,9 @@ def _threads() -> Iterator[None]:
 
 def engine_of(folder: Path, **settings: Any) -> TransformersEngine:
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory": "64mb", "max_running": 32}
-    return TransformersEngine(WorkerSettings(model=f"m={folder}", **(given | {"max_batch_tokens": 512} | settings)))
+    given["max_batch_tokens"] = 512
+    given.update(settings)
+    return TransformersEngine(WorkerSettings(model=f"m={folder}", **given))
 
 
 def assert_independent(folder: Path, watched: GenerateJob, others: list[GenerateJob], **settings: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from headrace.kernels.cpu import attention, linear, norm
+from headrace.kernels.cpu import attention, linear, norm, rotary
 
 TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (33, 7), (100, 17), (576, 64), (1031, 250))  # inputs, outputs
@@ -42,6 +42,27 @@ def test_a_row_of_a_linear_is_the_same_in_every_batch_and_with_every_number_of_t
     for threads, rows in itertools.product((1, 2), (*range(1, 34), 47, 48, 64, 127, 299)):
         torch.set_num_threads(threads)
         assert torch.equal(linear.linear(x[300 - rows :].contiguous(), panels, 250), whole[300 - rows :])
+
+
+def test_residuals_are_added() -> None:
+    weight, x, residual = torch.randn(32, 50), torch.randn(5, 50), torch.randn(5, 32)
+    got = linear.linear(x, linear.pack(weight), 32, residual=residual)
+    torch.testing.assert_close(got, x @ weight.T + residual, rtol=1e-4, atol=1e-4)
+    scale = torch.randn(32)
+    wanted = F.rms_norm(got, (32,), scale, 1e-6) + residual
+    torch.testing.assert_close(norm.rms_norm(got, scale, 1e-6, residual), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("size", [2, 10, 64])
+def test_rotary(normed: bool, size: int) -> None:
+    q, k = torch.randn(7, 4, size).transpose(0, 1), torch.randn(2, 7, size)
+    cos, sin, weights = torch.randn(7, size), torch.randn(7, size), torch.randn(2, size)
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    for got, x, weight in zip(rotary.rotate(q, k, cos, sin, norms), (q, k), weights, strict=True):
+        x = F.rms_norm(x, (size,), weight, 1e-6) if normed else x
+        a, b = x.chunk(2, dim=-1)
+        torch.testing.assert_close(got, x * cos + torch.cat([-b, a], dim=-1) * sin, rtol=1e-4, atol=1e-5)
 
 
 def test_int8_weights_are_what_they_say() -> None:

@@ -17,7 +17,7 @@ from .team import address, cpu_jit, floats_at, kernel, take
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
 SILU, GELU_TANH = 0, 1
-_PIECE = 4  # panels that a thread takes at a time
+_PIECE = 2  # panels that a thread takes at a time
 _CACHED = 49152  # float32 of x that stay in a core's second-level cache while the panels go by
 
 
@@ -47,13 +47,15 @@ def linear(
     out_features: int,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T (* scales) (+ bias).
+    """x @ weight.T (* scales) (+ bias) (+ residual).
 
     Args:
         x: [M, K] float32, contiguous.
         panels: from `pack`, or every so many of such panels; each in one piece.
         bias, scales: float32, as long as the panels are wide (N rounded up to 16).
+        residual: [M, N] float32, contiguous; only where N is a multiple of 16.
 
     Returns:
         [M, N] float32. Each row is the same bit for bit whatever M and the number of threads are.
@@ -63,7 +65,8 @@ def linear(
     out = x.new_empty(rows, width)
     pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
     size = panels.stride(0) * panels.itemsize
-    _linear(*pointers, rows, inputs, width, address(bias), address(scales), KINDS[panels.dtype], size)
+    added = address(bias), address(scales), KINDS[panels.dtype], size, address(residual)
+    _linear(*pointers, rows, inputs, width, *added)
     return out if width == out_features else out[:, :out_features].contiguous()
 
 
@@ -130,7 +133,7 @@ def _block(inputs):
 @kernel
 def _linear(words):
     x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
-    bias, scales, kind, size = words[7], words[8], words[9], words[10]
+    bias, scales, kind, size, residual = words[7], words[8], words[9], words[10], words[11]
     panels, block = width // PANEL, _block(inputs)
     pieces = (panels + _PIECE - 1) // _PIECE
     while True:
@@ -145,6 +148,16 @@ def _linear(words):
                 if scales or bias:
                     step = 4 * panel * PANEL
                     _scale_and_shift(cells, width, count, scales + step if scales else 0, bias + step if bias else 0)
+                if residual:
+                    _add(cells, residual + 4 * (row * width + panel * PANEL), width, count)
+
+
+@cpu_jit
+def _add(out, residual, width, rows):
+    for row in range(rows):
+        cells, terms = floats_at(out + 4 * row * width), floats_at(residual + 4 * row * width)
+        for column in range(PANEL):
+            cells[column] += terms[column]
 
 
 @cpu_jit

@@ -6,21 +6,27 @@ import numpy as np
 import torch
 
 from .panels import PANEL
-from .team import as_float, bits, cpu_jit, floats_at, kernel, take
+from .team import address, as_float, bits, cpu_jit, floats_at, kernel, take
 
 _PIECE = 8  # rows that a thread takes at a time: the rows of a decoding step are not worth waking others for
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension; x [..., N] contiguous, both float32."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x / sqrt(mean(x²) + epsilon) * weight (+ residual) over the last dimension; all float32, x and residual [..., N]
+    contiguous."""
     out = torch.empty_like(x)
     width = weight.shape[0]
-    _rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, bits(epsilon))
+    _rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, bits(epsilon), address(residual)
+    )
     return out
 
 
 @cpu_jit
-def _square_sum(x, width):
+def square_sum(x, width):
+    """Of `width` float32 at an address."""
     cells = floats_at(x)
     sums = np.zeros(PANEL, dtype=np.float32)
     whole = width // PANEL * PANEL
@@ -45,8 +51,12 @@ def _rms_norm(words):
             break
         for row in range(first, min(first + _PIECE, rows)):
             start = 4 * row * width
-            mean = _square_sum(x + start, width) / np.float32(width)
+            mean = square_sum(x + start, width) / np.float32(width)
             scale = np.float32(1.0) / np.sqrt(mean + np.float32(epsilon))
             source, target = floats_at(x + start), floats_at(out + start)
             for column in range(width):
                 target[column] = source[column] * scale * factors[column]
+            if words[7]:
+                terms = floats_at(words[7] + start)
+                for column in range(width):
+                    target[column] += terms[column]

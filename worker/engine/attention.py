@@ -69,6 +69,7 @@ class PagedAttention:
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
         self.batch: AttentionBatch | None = None
+        self.options: dict[int, tuple[ScoreOptions, int | None]] = {}  # of each layer that has attended, and its window
 
     def attach(self, model: nn.Module) -> None:
         """Let all attention modules of a model find this object."""
@@ -108,7 +109,8 @@ def _attention_function(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0], key[0], value[0]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    return paged.run(layer, q, k, v, ScoreOptions(scale, softcap, s_aux), sliding_window)[None], None
+    paged.options[layer] = ScoreOptions(scale, softcap, s_aux), sliding_window
+    return paged.run(layer, q, k, v, *paged.options[layer])[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention_function)

@@ -90,19 +90,19 @@ class Part(nn.Module):
     def __init__(self, together: Together, begin: int, end: int, parts: int) -> None:
         super().__init__()
         self.in_features, self.out_features = together.whole.in_features, end - begin
-        self._together, self._begin, self._end, self._parts = together, begin, end, parts
+        self.together, self._begin, self._end, self._parts = together, begin, end, parts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._together.part(x, self._begin, self._end, self._parts)
+        return self.together.part(x, self._begin, self._end, self._parts)
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K] float32, made anew each time."""
-        return self._together.whole.weight[self._begin : self._end]
+        return self.together.whole.weight[self._begin : self._end]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        bias = self._together.whole.bias
+        bias = self.together.whole.bias
         return None if bias is None else bias[self._begin : self._end]
 
 
@@ -122,9 +122,12 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate_proj._forward_hooks or self.up_proj._forward_hooks:  # an adapter adds to what each gives
             return self._down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        hidden = kernels.gated(rows, self._panels, self.gate_proj.out_features, self._activation, self._scales)
+        hidden = self.hidden(x.reshape(-1, x.shape[-1]).contiguous())
         return self._down(hidden.view(*x.shape[:-1], -1))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """activation(gate(x)) * up(x); x [M, K] contiguous."""
+        return kernels.gated(x, self._panels, self.gate_proj.out_features, self._activation, self._scales)
 
     def _down(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(hidden)

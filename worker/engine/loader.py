@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
-from . import rope, trial
+from . import fused_layer, rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
 from .fuse import fuse_norms
@@ -117,7 +118,9 @@ def adopt(
         model.set_attn_implementation(IMPLEMENTATION)
         attention.attach(model)
         _rewrite(model, parameter, weight_dtype)
-        invariant = trial.prove(model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
+        prove = partial(trial.prove, model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
+        invariant = prove()
+        invariant = _fuse_layers(model, attention, prove, invariant)
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
     except MODEL_ERRORS as e:
@@ -139,6 +142,21 @@ def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> 
         packed = pack_linears(model, weight_dtype)
         rope.fuse(model)
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
+
+
+def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], bool], invariant: bool) -> bool:
+    """Let layers run as a few launches each where the model then still computes the same; returns `invariant` anew."""
+    fused = fused_layer.install(model, attention)
+    if not fused:
+        return invariant
+    try:
+        invariant = prove()
+    except (trial.Mismatch, *MODEL_ERRORS) as e:
+        log.info("%s keeps its layers' own forward: fused, it %s", type(model).__name__, one_line(e))
+        fused_layer.remove(fused)
+    else:
+        log.info("%s: %d layers fused", type(model).__name__, len(fused))
+    return invariant
 
 
 def one_line(error: BaseException) -> str:

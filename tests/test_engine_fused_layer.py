@@ -1,0 +1,60 @@
+"""Fused decoder layers: which are fused, that they compute the same, and when the layer's own forward runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from headrace.worker.engine import fused_layer
+from headrace.worker.engine.loader import LoadedModel, load_model
+from kit import architectures, engines
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+
+
+def load(folder: Path) -> LoadedModel:
+    fixed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "context_length": 64}
+    return load_model(folder, **fixed)
+
+
+def fused_layers(loaded: LoadedModel) -> list[fused_layer.FusedLayer]:
+    found = [vars(module).get("forward") for module in loaded.model.modules()]
+    return [forward for forward in found if isinstance(forward, fused_layer.FusedLayer)]
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_a_fused_model_still_equals_transformers(architecture: str, tmp_path: Path) -> None:
+    architectures.build(tmp_path, architecture)
+    loaded = load(tmp_path)
+    assert len(fused_layers(loaded)) == len(loaded.layers)
+    engine = engines.tiny_engine(tmp_path, block_size=16)
+    for number, prompt in enumerate(engines.random_prompts((3, 40, 21), high=200)):
+        generation = engines.run(engine, [engines.job(str(number), prompt)])[str(number)]
+        assert generation.token_ids == engines.reference(tmp_path, prompt, 8)[0]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GraniteConfig(residual_multiplier=0.3, **SIZES),
+        transformers.SmolLM3Config(no_rope_layers=[1, 0], pad_token_id=0, **SIZES),
+    ],
+    ids=["residuals that are scaled", "a layer without positions"],
+)
+def test_layers_of_another_shape_keep_their_own_forward(config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    auto: Any = transformers.AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    assert not fused_layers(load(tmp_path))
