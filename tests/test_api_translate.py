@@ -123,7 +123,8 @@ def test_every_name_of_a_grammar_is_one_native_field() -> None:
         ({"regex": "[a-z]+"}, "regex", "[a-z]+"),
     ]  # fmt: skip
     for body, name, value in cases:
-        for endpoint, base in ((CHAT, HI), (COMPLETIONS, {"model": "m", "prompt": "x"})):
+        both: tuple[tuple[Endpoint, dict[str, Any]], ...] = ((CHAT, HI), (COMPLETIONS, {"model": "m", "prompt": "x"}))
+        for endpoint, base in both:
             sampling = prepare(endpoint, base | body).jobs[0].sampling
             given = getattr(sampling, name)
             assert (json.loads(given)["format"] if name == "structural_tag" else given) == value
@@ -137,7 +138,9 @@ def test_every_name_of_a_grammar_is_one_native_field() -> None:
 def test_bad_words_are_tokens_with_and_without_a_space_before() -> None:
     asked = {"bad_words": ["ab", " c"]}
     wanted = ((97, 98), (32, 97, 98), (99,), (32, 99))
-    for endpoint, body in ((CHAT, HI | asked), (COMPLETIONS, {"model": "m", "prompt": "x"} | asked)):
+    both: tuple[tuple[Endpoint, dict[str, Any]], ...]
+    both = (CHAT, HI | asked), (COMPLETIONS, {"model": "m", "prompt": "x"} | asked)
+    for endpoint, body in both:
         words = prepare(endpoint, body).jobs[0].sampling.bad_words
         assert [bytes(word) for word in words] == [bytes(word) for word in wanted]
     native = prepare(GENERATE, {"text": "x", "sampling_params": asked}).jobs[0].sampling.bad_words
@@ -155,10 +158,11 @@ def test_scores_of_a_long_prompt_are_bounded() -> None:
 
 
 def test_best_of_generates_more_than_it_shows() -> None:
-    for endpoint, body in (
+    both: tuple[tuple[Endpoint, dict[str, Any]], ...] = (
         (COMPLETIONS, {"model": "m", "prompt": "x", "n": 2, "best_of": 5}),
         (GENERATE, {"text": "x", "sampling_params": {"n": 2, "best_of": 5}}),
-    ):
+    )
+    for endpoint, body in both:
         prepared = prepare(endpoint, body)
         assert (prepared.plan.n, prepared.plan.best, prepared.plan.logprobs) == (5, 2, False)
         assert prepared.jobs[0].return_logprob

@@ -22,7 +22,8 @@ def client(redis_url: str) -> Iterator[Client]:
 
 
 def a_worker(client: Client, pool: str = "p", **info: Any) -> ProcessInfo:
-    member = Membership(ProcessInfo("worker", extra={"pool": pool}, **({"state": "ready"} | info)))
+    info.setdefault("state", "ready")
+    member = Membership(ProcessInfo("worker", extra={"pool": pool}, **info))
     member.beat(client)
     return member.info
 

@@ -42,7 +42,8 @@ def job(rid: str, ids: Sequence[int], task: Task, lane: Lane = "std") -> Generat
 
 
 def engine_of(folder: Path, **settings: Any) -> EncoderEngine:
-    return EncoderEngine(WorkerSettings(model=f"m={folder}", device="cpu", **({"context_length": 64} | settings)))
+    settings.setdefault("context_length", 64)
+    return EncoderEngine(WorkerSettings(model=f"m={folder}", device="cpu", **settings))
 
 
 def drain(engine: EncoderEngine) -> list[tuple[str, Finish]]:

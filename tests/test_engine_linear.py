@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from headrace.worker.engine.linear import GatedMLP, PackedLinear, Part, WeightDtype, pack_linears
@@ -33,7 +35,7 @@ def test_a_packed_model_computes_what_it_did(dtype: torch.dtype, act: str, bias:
     wanted = llama(ids).logits
     assert pack_linears(llama, "auto") == 15
     torch.testing.assert_close(llama(ids).logits, wanted, rtol=1e-3, atol=1e-5)
-    layer = llama.model.layers[0]
+    layer: Any = llama.model.layers[0]
     assert isinstance(layer.mlp, GatedMLP) == (act != "relu" and not bias)
     assert isinstance(layer.self_attn.q_proj, Part)
     assert isinstance(llama.lm_head, PackedLinear)
@@ -84,7 +86,8 @@ def test_a_hook_on_gate_or_up_is_heard() -> None:
     pack_linears(llama, "auto")
     x = torch.randn(1, 3, 40)
     for each in (llama, plain):
-        each.model.layers[0].mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: output + 1)
+        layer: Any = each.model.layers[0]
+        layer.mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: output + 1)
     wanted = plain.model.layers[0].mlp(x)
     torch.testing.assert_close(llama.model.layers[0].mlp(x), wanted, rtol=1e-4, atol=1e-5)
 

@@ -31,7 +31,8 @@ def engine(folder: Path) -> Iterator[TransformersEngine]:
 
 
 def scoring(rid: str = "a", start: int = 0, asked: tuple[int, ...] = (), tops: int = 2, **sampling: Any) -> GenerateJob:
-    job = engines.job(rid, PROMPT, top_logprobs=tops, **({"max_new_tokens": 3} | sampling))
+    sampling.setdefault("max_new_tokens", 3)
+    job = engines.job(rid, PROMPT, top_logprobs=tops, **sampling)
     return dataclasses.replace(job, logprob_start_len=start, token_ids_logprob=asked)
 
 

@@ -204,7 +204,7 @@ def explore(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> 
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]  # it knows no iteration of it
         ),
     )
 

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
     folder = tmp_path / "new"
     shutil.copytree(folders["untied-1"], folder)
     assert callable(spoil)
-    reason = spoil(folder)
+    reason = str(spoil(folder))
     engine = tiny_engine(folders["untied-0"])
     with pytest.raises(InvalidRequest) as refusal:
         engine.read_weights(str(folder))

@@ -49,7 +49,7 @@ def _classified(plan: Plan, index: int, choice: Choice) -> ClassifyBody:
     if len(logits) > 1:
         labels = [plan.labels[i] if i < len(plan.labels) else f"LABEL_{i}" for i in range(len(logits))]
         scores = 1 / (1 + np.exp(-logits)) if plan.multi_label else _softmax(logits)
-        body |= {"scores": scores.tolist(), "labels": labels, "label": labels[int(logits.argmax())]}
+        body["scores"], body["labels"], body["label"] = scores.tolist(), labels, labels[int(logits.argmax())]
     return body
 
 

@@ -95,7 +95,7 @@ def tiny_config(architecture: str) -> Any:
     """The configuration of a tiny model. Raises what transformers raises where the table does not fit."""
     import transformers
 
-    kind = transformers.CONFIG_MAPPING[architecture]
+    kind: Any = transformers.CONFIG_MAPPING[architecture]
     plain = kind().to_dict()
     fields = _fields(plain)
     for name in kind.sub_configs:

@@ -116,8 +116,8 @@ class PartLinear(nn.Linear):
             self.bias = nn.Parameter(product.bias[start:stop], requires_grad=False)
         self.product, self.part, self.start, self.stop = product, part, start, stop
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product.of(x, self.part)[..., self.start : self.stop]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product.of(input, self.part)[..., self.start : self.stop]
 
 
 def _merge(parent: nn.Module, names: Sequence[str]) -> _Product | None:
@@ -197,7 +197,7 @@ def _fuse_rotary(model: nn.Module) -> int:
         forward: Any = inspect.unwrap(type(module).forward)
         code: Any = getattr(forward, "__code__", None)
         original = forward.__globals__.get(_ROTATE) if code is not None and _ROTATE in code.co_names else None
-        if original is None or "forward" in vars(module):
+        if code is None or original is None or "forward" in vars(module):
             continue
         if original not in kernels:
             kernels[original] = _rotary(original, next(model.parameters()))

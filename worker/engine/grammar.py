@@ -51,7 +51,9 @@ class Grammar:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Grammar | None:
-        named = [(kind, getattr(params, kind)) for kind in GRAMMARS if getattr(params, kind) not in (None, ())]
+        named: list[tuple[GrammarKind, Any]] = [
+            (kind, getattr(params, kind)) for kind in GRAMMARS if getattr(params, kind) not in (None, ())
+        ]
         return cls(*named[0]) if named else None
 
 

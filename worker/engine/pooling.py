@@ -86,12 +86,15 @@ def read_pooler(folder: Path, settings: WorkerSettings, *, default: Pooling, dev
     return Pooler(pooling, normalize, nn.Sequential(*layers).to(device).eval().requires_grad_(False))
 
 
+_NAMED: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "last": "last"}
+
+
 def _pooling(config: dict[str, Any], folder: Path, settings: WorkerSettings) -> Pooling:
     named = config.get("pooling_mode")
     asked = {name for name, value in config.items() if name.startswith("pooling_mode_") and value is True}
-    modes = [mode for flag, mode in _FLAGS.items() if flag in asked] if named is None else []
-    if named in ("mean", "cls", "lasttoken", "last"):
-        return "last" if named.startswith("last") else named
+    modes: list[Pooling] = [mode for flag, mode in _FLAGS.items() if flag in asked] if named is None else []
+    if isinstance(named, str) and named in _NAMED:
+        return _NAMED[named]
     if len(modes) == len(asked) == 1:
         return modes[0]
     if settings.pooling != "auto":
