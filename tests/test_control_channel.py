@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.control import Answers, Command, ControlChannel, Inbox, Outcome, PoolState
-from headrace.shared.errors import Conflict, Unavailable
+from headrace.shared.errors import Conflict, EngineError, InvalidRequest, RequestError, Unavailable
 from headrace.shared.registry import Membership, ProcessInfo, processes_async
+from headrace.worker.control import _OURS
+from headrace.worker.reading import Reading
 
 
 @pytest.fixture
@@ -141,3 +144,20 @@ def test_the_stream_of_commands_stays_short(client: Client, redis_url: str) -> N
         client.xadd(keys.control("p"), {"c": Command("i", "flush_cache").encode()})
     tell(redis_url, 0.01)
     assert client.xlen(keys.control("p")) < 2 * keys.COMMANDS_KEPT
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"), [(KeyError("x"), EngineError), (InvalidRequest("no such folder"), InvalidRequest)]
+)
+def test_whatever_a_reader_stumbles_over_is_answered_and_the_loop_goes_on(
+    raised: Exception, told: type[Exception]
+) -> None:
+    def read() -> None:
+        raise raised
+
+    reading = Reading(read, limit_s=30)
+    while not reading.done():
+        time.sleep(0.001)
+    with pytest.raises(told):
+        reading.result()
+    assert issubclass(told, (RequestError, *_OURS))

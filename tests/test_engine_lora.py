@@ -12,7 +12,10 @@ import pytest
 import torch
 from headrace.shared.errors import Conflict, InvalidRequest, NotFound
 from headrace.shared.messages import GenerateJob
-from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.engine.adapter import Adapter, Factors
+from headrace.worker.engine.engine import _STEP_ERRORS, TransformersEngine
+from headrace.worker.engine.lora import Adapters
+from headrace.worker.engine.plan import Slice
 from kit.adapters import ATTENTION, MLP, make, merge
 from kit.engines import Generation, advance, drain, job, random_prompts, reference, run, tiny_engine
 from kit.tiny_models import build
@@ -211,6 +214,8 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (_config(r=7), r"of rank 7 for this model they are \[7, 64\]"),
     (_config(r=0), "r of .* is 0"),
     (_config(lora_alpha="8"), "lora_alpha of .* is '8'"),
+    (_config(rank_pattern={"(": 2}), r"rank_pattern holds '\(', which is no pattern"),
+    (_config(alpha_pattern=["q_proj"]), "alpha_pattern is .*; it should be an object"),
     (_tensors(lambda t: t.pop(f"{Q}.lora_B.weight")), "q_proj has lora_A alone"),
     (_tensors(lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 63)})), r"q_proj has factors \[4, 63\]"),
     (_tensors(lambda t: t[f"{Q}.lora_A.weight"].fill_(torch.nan)), "q_proj holds values that are not finite"),
@@ -237,6 +242,34 @@ def test_a_bad_adapter_is_refused_by_name(
         engine.read_lora("bad", str(folder))
     assert refusal.value.param == "lora_path"
     assert engine.loras() == {}
+
+
+def test_files_that_may_not_be_read_are_no_outage_of_redis(
+    folders: Folders, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop takes an OSError for one, and would try the same job again for ever."""
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(InvalidRequest, match="its files cannot be read: Permission denied"):
+        engine.read_lora("attention", str(folders.adapters["attention"]))
+
+
+def test_a_linear_that_sees_some_rows_fails_its_step_and_not_the_worker(folders: Folders) -> None:
+    linear = torch.nn.Linear(64, 64, bias=False)
+    adapters = Adapters(torch.nn.ModuleDict({"expert": linear}), limit=1, device=torch.device("cpu"))
+    factors = Factors(torch.ones(2, 64), torch.ones(64, 2))
+    adapters.add("a", adapter := Adapter("a", 2, {"expert": factors}))
+    engine = serving(folders)
+    piece = Slice(engine._sequence(job("r", [5, 6, 7]), ()), 0, 3)
+    piece.sequence.adapter = adapter
+    with adapters.over([piece]):
+        assert bool(linear(torch.ones(1, 3, 64)).isfinite().all())
+        with pytest.raises(_STEP_ERRORS, match="does not see every row"):
+            linear(torch.ones(1, 2, 64))
+    engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,6 @@ def test_without_a_folder_there_is_no_trace(folder: Path, tmp_path: Path) -> Non
     engine.close()
     (tmp_path / "file").touch()
     blocked = tiny_engine(folder, profile_dir=str(tmp_path / "file"))
-    with pytest.raises(InvalidRequest, match="--profile-dir of the worker cannot be made: File exists"):
+    with pytest.raises(InvalidRequest, match="--profile-dir of the worker cannot be written to: File exists"):
         blocked.start_profile(1)
     blocked.close()

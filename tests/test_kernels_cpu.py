@@ -76,7 +76,7 @@ def test_int8_weights_are_what_they_say() -> None:
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("activation", [linear.SILU, linear.GELU_TANH])
-@pytest.mark.parametrize("rows", [1, 7, 90])
+@pytest.mark.parametrize("rows", [0, 1, 7, 90])
 def test_gate_and_up_in_one(dtype: torch.dtype, activation: int, rows: int) -> None:
     gate, up, x = torch.randn(70, 600).to(dtype), torch.randn(70, 600).to(dtype), torch.randn(rows, 600) / 8
     panels = torch.stack([linear.pack(gate), linear.pack(up)], dim=1).contiguous()

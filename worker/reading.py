@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from ..shared.errors import EngineError, RequestError
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,12 @@ class Reading(Generic[T]):
 
         Raises:
             TimeoutError: it was given up.
+            RequestError: as `read` raised it.
+            EngineError: `read` raised something else, which is its cause.
         """
         if not self._future.done():
             raise TimeoutError(f"not read within {self._limit_s:g} s")
+        error = self._future.exception()
+        if error is not None and not isinstance(error, RequestError):
+            raise EngineError(f"reading failed: {type(error).__name__}: {error}") from error
         return self._future.result()

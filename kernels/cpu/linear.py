@@ -178,7 +178,7 @@ def _gated(words):
     x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
     scales, kind, activation = words[7], words[8], words[9]
     panels, size, block = width // PANEL, PANEL * inputs * _bytes(kind), _block(inputs)
-    scratch = np.empty(min(block, rows) * PANEL, dtype=np.float32)
+    scratch = np.empty(max(min(block, rows), 1) * PANEL, dtype=np.float32)  # an expert may get no row
     gates = scratch.ctypes.data
     pieces = (panels + 1) // 2
     while True:

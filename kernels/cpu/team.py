@@ -32,12 +32,14 @@ def _cache_folder() -> str:
     at the file of the function it compiles and not at what that calls."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     name = hashlib.blake2b(sources, digest_size=8).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
     try:
-        (root / name).mkdir(parents=True, exist_ok=True)
-    except OSError:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "headrace" / "kernels" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):  # a home that is read-only, another user's, or unknown
         return tempfile.mkdtemp(prefix="headrace-kernels-")
-    return str(root / name)
+    return str(folder)
 
 
 numba.config.CACHE_DIR = _cache_folder()

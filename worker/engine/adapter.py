@@ -84,8 +84,10 @@ def read_adapter(
     Raises:
         InvalidRequest: the folder is broken, is not of this model, or asks for what is not served; it says what.
     """
-    config = _read_config(folder)
-    tensors = _read_tensors(folder / WEIGHTS)
+    try:
+        config, tensors, content = _read_config(folder), _read_tensors(folder / WEIGHTS), _content_id(folder)
+    except OSError as e:
+        raise _wrong(f"its files cannot be read: {e.strerror or e}") from e
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -99,7 +101,7 @@ def read_adapter(
     if rank > max_rank:
         raise _wrong(f"its rank is {rank}, and --max-lora-rank of the worker is {max_rank}")
     placed = {path: each.on(device, dtype) for path, each in factors.items()}
-    return Adapter(_content_id(folder), rank, placed)
+    return Adapter(content, rank, placed)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise _wrong(f"it has no {WEIGHTS}; save it with `save_pretrained(…, safe_serialization=True)`")
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as e:
+    except SafetensorError as e:
         raise _wrong(f"{WEIGHTS} cannot be read: {e}") from e
 
 
@@ -156,9 +158,15 @@ def _factors(
 
 def _of(config: Mapping[str, Any], name: str, pattern_name: str, path: str) -> float:
     """A number of the configuration: the one of the first pattern that names the linear, else the adapter's."""
-    value = config.get(name)
-    for pattern, special in (config.get(pattern_name) or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", path):
+    value, patterns = config.get(name), config.get(pattern_name) or {}
+    if not isinstance(patterns, dict):
+        raise _wrong(f"{pattern_name} is {patterns!r}; it should be an object")
+    for pattern, special in patterns.items():
+        try:
+            names_it = re.fullmatch(rf"(.*\.)?({pattern})", path)
+        except re.error as e:
+            raise _wrong(f"{pattern_name} holds {pattern!r}, which is no pattern: {e}") from e
+        if names_it:
             value = special
             break
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

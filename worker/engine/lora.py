@@ -155,7 +155,8 @@ class Adapters:
             return
         x, y = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])  # never a copy: it is added to in place
         for group in self._groups:
-            assert x.shape[0] == group.total, f"{type(module).__name__} with an adapter does not see every row"
+            if x.shape[0] != group.total:  # the step's error, and not the end of the worker
+                raise ValueError(f"{type(module).__name__} with an adapter does not see every row of a step")
             rows = None
             for path, site in self._parts[module]:
                 factors = group.adapter.factors.get(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,8 +45,9 @@ class Profiler:
         folder = Path(self._folder).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # torch only logs it when the trace cannot be written
         except OSError as e:
-            raise InvalidRequest(f"--profile-dir of the worker cannot be made: {e.strerror}") from e
+            raise InvalidRequest(f"--profile-dir of the worker cannot be written to: {e.strerror}") from e
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self._path = folder / f"{self._name}-{socket.gethostname()}-{time.time_ns() % 10**9:09d}-{stamp}.json"
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
