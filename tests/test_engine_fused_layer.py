@@ -50,8 +50,18 @@ def test_a_fused_model_still_equals_transformers(architecture: str, tmp_path: Pa
     [
         transformers.GraniteConfig(residual_multiplier=0.3, **SIZES),
         transformers.SmolLM3Config(no_rope_layers=[1, 0], pad_token_id=0, **SIZES),
+        transformers.Ministral3Config(
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 48,  # beyond what the proof at load computes
+                "llama_4_scaling_beta": 0.5,
+            },
+            **SIZES,
+        ),
     ],
-    ids=["residuals that are scaled", "a layer without positions"],
+    ids=["residuals that are scaled", "a layer without positions", "queries that are scaled far into a context"],
 )
 def test_layers_of_another_shape_keep_their_own_forward(config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
