@@ -61,8 +61,6 @@ def resolve_device(settings: WorkerSettings) -> torch.device:
     device = torch.device(settings.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device (HEADRACE_DEVICE): torch sees {torch.cuda.device_count()} GPUs, got {device}")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # where Triton launches its kernels
     return device
 
 
@@ -86,6 +84,8 @@ def load_model(
     Raises:
         ModelRefused: the folder is broken, weights are missing, or the architecture cannot run over a paged pool.
     """
+    if device.index is not None:  # "cuda:N"; a thread's own, and where Triton launches its kernels
+        torch.cuda.set_device(device)
     config = _generator_config(folder)
     check_quantization(config, folder, device)
     model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
