@@ -101,13 +101,14 @@ class PoolControl:
         control, pool, token = self._backend.control, card.pool, uuid.uuid4().hex
         async with control.exclusive(pool, self._load_wait_s + 3 * self._wait_s):
             args = {"token": token, "limit_s": self._load_wait_s, **what}
+            use = {**args, "read": read, **how}  # with all that a worker needs which came while the others read
             have_read = await control.broadcast(pool, read, args, self._load_wait_s + self._wait_s)
             try:
                 check(have_read, self._load_wait_s, changed=False)
             except RequestError:
                 await control.broadcast(pool, "discard", {"token": token}, self._wait_s)
                 raise
-            answers = await control.broadcast(pool, "commit", {"token": token, **how}, self._wait_s)
+            answers = await control.broadcast(pool, "commit", use, self._wait_s)
             self._backend.models.expire()
             check(answers, self._wait_s)
             return body(answers)

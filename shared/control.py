@@ -200,14 +200,16 @@ class ControlChannel:
 
     async def _collect(self, command: Command, workers: list[ProcessInfo], until: float) -> Answers:
         outcomes: dict[str, Outcome] = {}
-        waiting = {worker.id for worker in workers}
+        asked = {worker.id for worker in workers}
+        waiting = set(asked)
         replies, after = keys.control_replies(command.id), b"0-0"
         while waiting and (left := until - time.monotonic()) > 0:
             block = max(1, min(BLOCK_MS, int(left * 1000)))
             found = await self._client.xread({replies: after}, block=block)
             for entry, fields in found[0][1] if found else []:
                 after, outcome = entry, Outcome.decode(fields[b"o"])
-                outcomes[outcome.process] = outcome
+                if outcome.process in asked:  # one that came since obeys, too, and nobody waits for it
+                    outcomes[outcome.process] = outcome
                 waiting.discard(outcome.process)
             if not found:  # do not wait for the dead
                 waiting &= {process.id for process in await self._alive()}

@@ -104,6 +104,29 @@ def test_the_silent_the_dead_and_those_that_start_are_told_apart(client: Client,
     assert not answers.ok
 
 
+def test_the_answer_of_one_that_was_not_asked_does_not_count(client: Client, redis_url: str) -> None:
+    asked, stop, told = a_worker(client), threading.Event(), list[Command]()
+    stranger = a_worker(client, state="starting")
+    inboxes = [Inbox(client, "p", info.id) for info in (stranger, asked)]
+
+    def run() -> None:
+        while not stop.is_set():
+            for command in inboxes[0].read():
+                inboxes[0].reply(command, Outcome(stranger.id, 409, "came late"))
+                told.extend(inboxes[1].read())
+                inboxes[1].reply(command, Outcome(asked.id))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        answers = tell(redis_url)
+    finally:
+        stop.set()
+        thread.join()
+    assert answers.ok
+    assert set(answers.outcomes) == {asked.id}
+
+
 def test_one_change_at_a_time_and_a_dead_apis_lock_ends(client: Client, redis_url: str) -> None:
     async def twice(channel: ControlChannel) -> None:
         async with channel.exclusive("p", 60):

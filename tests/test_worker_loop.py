@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import redis.exceptions
 from conftest import Server
 from headrace.shared import keys
 from headrace.shared.clients import Client, connect
-from headrace.shared.control import Inbox
-from headrace.shared.errors import InvalidRequest, NotFound, StoreUnavailable
+from headrace.shared.control import Command, Inbox, Outcome
+from headrace.shared.errors import ConfigError, InvalidRequest, NotFound, StoreUnavailable
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.messages import Finish, GenerateJob, ModelCard, TokenChunk
@@ -163,3 +166,53 @@ def test_a_worker_told_to_stop_does_not_wait_for_redis(client: Client, redis_url
             worker_of(client, OneToken(stop, redis_server.kill), stop).run()
     finally:
         redis_server.start()
+
+
+class Updated(OneToken):
+    """Serves the weights of any folder but one."""
+
+    card = replace(OneToken.card, tokenizer=hashlib.sha256(b"").hexdigest())
+
+    def read_weights(self, folder: str) -> Callable[[str], None]:
+        if folder == "/elsewhere":
+            raise InvalidRequest("the worker sees no folder")
+
+        def use(version: str) -> None:
+            self.card = replace(self.card, weight_version=version)
+
+        return use
+
+
+def late_commit(client: Client, folder: str) -> tuple[Controller, Updated]:
+    """A worker that came after the others had read what they are told to use now."""
+    engine, member = Updated(Told()), Membership(ProcessInfo("worker"))
+    models = ServedModels(client, member, b"")
+    control = Controller(engine, Inbox(client, "m", "late"), "late", models, PoolAdapters(engine, models))
+    control.join()
+    args = {"token": "t", "limit_s": 30, "folder": folder, "read": "read_weights", "mode": "in_place", "version": "2"}
+    client.xadd(keys.control("m"), {"c": Command("1", "commit", args).encode()})
+    return control, engine
+
+
+def obey_to_the_end(control: Controller) -> None:
+    until = time.monotonic() + 30
+    while control.standing_still and time.monotonic() < until:
+        control.obey()
+
+
+def test_a_worker_that_comes_while_others_read_weights_reads_them_too(client: Client) -> None:
+    control, engine = late_commit(client, "/new")
+    control.obey()
+    assert control.standing_still
+    obey_to_the_end(control)
+    ((_, reply),) = client.xrange(keys.control_replies("1"))
+    assert Outcome.decode(reply[b"o"]) == Outcome("late", detail={"weight_version": "2", "running": 0})
+    assert engine.card.weight_version == "2"
+
+
+def test_a_worker_without_the_weights_that_the_others_serve_ends(client: Client) -> None:
+    control, engine = late_commit(client, "/elsewhere")
+    control.obey()
+    with pytest.raises(ConfigError, match=r"were told to serve /elsewhere as version '2'.*sees no folder"):
+        obey_to_the_end(control)
+    assert engine.card.weight_version == "default"

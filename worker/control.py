@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shared.control import Command, Inbox, Outcome, PauseMode
-from ..shared.errors import ConfigError, Conflict, EngineError, InvalidRequest, RequestError
+from ..shared.errors import ConfigError, EngineError, InvalidRequest, RequestError
 from ..shared.messages import Finish
 from .adapters import Models, PoolAdapters
 from .interface import Engine, StepOutput
@@ -74,7 +74,7 @@ class Controller:
     def standing_still(self) -> bool:
         """Whether no step may run: the pool is paused, or a model is being made, for which transformers changes
         defaults of torch that a step would see."""
-        return self._paused is not None or (self._reading is not None and self._reading[0].kind == "read_weights")
+        return self._paused is not None or (self._reading is not None and _reads(self._reading[0]) == "read_weights")
 
     def join(self) -> None:
         """Do as the pool was told before this worker came.
@@ -89,14 +89,15 @@ class Controller:
             try:
                 self._engine.read_weights(state.weights)(state.weight_version)
             except InvalidRequest as e:
-                raise ConfigError(
-                    f"the workers of {self._engine.card.pool} were told to serve {state.weights} as version "
-                    f"{state.weight_version!r}, and this one cannot: {e.message}. Put the folder there, or update again"
-                ) from e
+                raise self._left_behind(state.weights, state.weight_version, e) from e
         self._models.say(paused=state.paused is not None, weight_version=self._engine.card.weight_version)
 
     def obey(self) -> list[StepOutput]:
-        """Obey what has come. Returns the ends of the sequences that it cost."""
+        """Obey what has come. Returns the ends of the sequences that it cost.
+
+        Raises:
+            ConfigError: as `join`.
+        """
         self._finish_reading()
         if self._due():
             self._commands.extend(self._inbox.read())
@@ -133,8 +134,12 @@ class Controller:
         return True
 
     def _begin(self, command: Command) -> None:
-        if command.kind in self._readers:
-            read, args = self._readers[command.kind], command.args
+        args = command.args
+        # We may have come while the others read what they now put to use: then we read it now, or would go on alone
+        # with what was before.
+        late = command.kind == "commit" and (self._staged is None or self._staged.token != args["token"])
+        if command.kind in self._readers or late:
+            read = self._readers[_reads(command)]
             self._reading = command, Reading(lambda: read(args), args["limit_s"])
         else:
             self._answer(command, lambda: self._handler(command)(command.args))
@@ -149,10 +154,25 @@ class Controller:
             (command, reading), self._reading = self._reading, None
 
             def stage() -> Args:
-                self._staged = reading.result()
-                return {}
+                self._staged = self._result(command, reading)
+                return self._commit(command.args) if command.kind == "commit" else {}
 
             self._answer(command, stage)
+
+    def _result(self, command: Command, reading: Reading[Staged]) -> Staged:
+        """What was read. Raises ConfigError where the others serve it by now, and it is not to be had here."""
+        try:
+            return reading.result()
+        except (RequestError, *_OURS) as e:
+            if command.kind == "commit" and _reads(command) == "read_weights":
+                raise self._left_behind(command.args["folder"], command.args["version"], e) from e
+            raise
+
+    def _left_behind(self, folder: str, version: str, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"the workers of {self._engine.card.pool} were told to serve {folder} as version {version!r}, and this one "
+            f"cannot: {error}. Put the folder there, or update again"
+        )
 
     def _answer(self, command: Command, act: Callable[[], Args]) -> None:
         """Do it, and keep what became of it for the api."""
@@ -193,8 +213,7 @@ class Controller:
 
     def _commit(self, args: Args) -> Args:
         staged, self._staged = self._staged, None
-        if staged is None or staged.token != args["token"]:
-            raise Conflict("what was to be used was not read by this worker; it has started again since")
+        assert staged is not None, "what is committed to is staged, now if it was not before"
         return staged.use(args)
 
     def _discard(self, args: Args) -> Args:
@@ -229,3 +248,8 @@ class Controller:
             for rid in list(self._engine.running()):
                 self._engine.abort(rid)
                 self._ended.append(StepOutput(rid, finish=Finish("abort", message=reason)))
+
+
+def _reads(command: Command) -> str:
+    """The kind of reading that a command is, or that it puts to use."""
+    return str(command.args["read"]) if command.kind == "commit" else command.kind
