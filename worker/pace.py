@@ -35,4 +35,4 @@ def calm_threads() -> None:
     step then takes many times as long. Who has set either variable is left alone.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
