@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent / "kit" / "triton_compile.py"
 # Bytes of shared memory that one program may have: T4, A100, L4, H100 and H200.
 SHARED = {75: 65536, 80: 166912, 89: 101376, 90: 232448}
-# Bytes of registers that may not fit, of a program: some releases of triton spill a few where others spill none.
-SPILLED = 256
+# Bytes of registers that do not fit, of the worst program: none by triton 3.7, 96 of the extend kernel by 3.9.
+SPILLED = 96
 
 
 def compile_all(folder: Path, *arguments: str) -> list[dict[str, Any]]:
