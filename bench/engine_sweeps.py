@@ -118,7 +118,7 @@ def main() -> None:
     settings = load(WorkerSettings, ["--prefix-cache", "off", *flags], "engine_sweeps.py")
     engine = TransformersEngine(settings)
     started = time.perf_counter() - begun
-    runner = engine._runner
+    runner = engine._stepper.runner
     device, parameters = runner._cache.device, list(runner._model.parameters())
     weights = sum(
         parameter.numel() * parameter.element_size() for parameter in {p.data_ptr(): p for p in parameters}.values()

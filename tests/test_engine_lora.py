@@ -13,9 +13,10 @@ import torch
 from headrace.shared.errors import Conflict, InvalidRequest, NotFound
 from headrace.shared.messages import GenerateJob
 from headrace.worker.engine.adapter import Adapter, Factors
-from headrace.worker.engine.engine import _STEP_ERRORS, TransformersEngine
+from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.lora import Adapters
 from headrace.worker.engine.plan import Slice
+from headrace.worker.engine.stepper import STEP_ERRORS
 from kit.adapters import ATTENTION, MLP, make, merge
 from kit.engines import Generation, advance, drain, job, random_prompts, reference, run, tiny_engine
 from kit.tiny_models import build
@@ -155,7 +156,9 @@ def test_what_runs_goes_on_with_an_adapter_that_is_dropped_or_replaced(folders: 
     engine.drop_lora("everything")
     (base,) = run(engine, [of("m", "base", PROMPTS[2])]).values()
     assert base.token_ids == reference(folders.base, PROMPTS[2], 8)[0]
-    assert all(not module._forward_hooks for module in engine._runner._model.modules())  # nothing is left to pay
+    assert all(
+        not module._forward_hooks for module in engine._stepper.runner._model.modules()
+    )  # nothing is left to pay
     engine.close()
 
 
@@ -263,11 +266,11 @@ def test_a_linear_that_sees_some_rows_fails_its_step_and_not_the_worker(folders:
     factors = Factors(torch.ones(2, 64), torch.ones(64, 2))
     adapters.add("a", adapter := Adapter("a", 2, {"expert": factors}))
     engine = serving(folders)
-    piece = Slice(engine._sequence(job("r", [5, 6, 7]), ()), 0, 3)
+    piece = Slice(engine._intake.sequence(engine.card, job("r", [5, 6, 7]), ()), 0, 3)
     piece.sequence.adapter = adapter
     with adapters.over([piece]):
         assert bool(linear(torch.ones(1, 3, 64)).isfinite().all())
-        with pytest.raises(_STEP_ERRORS, match="does not see every row"):
+        with pytest.raises(STEP_ERRORS, match="does not see every row"):
             linear(torch.ones(1, 2, 64))
     engine.close()
 

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from headrace.worker.engine import engine as engine_module
+from headrace.worker.engine import build as build_module
 from headrace.worker.engine.attention_triton import num_splits
 from headrace.worker.engine.cuda_graphs import buckets
 from headrace.worker.engine.engine import TransformersEngine
@@ -75,7 +75,7 @@ class Repeating:
 def repeating(monkeypatch: pytest.MonkeyPatch) -> Repeating:
     capture = Repeating()
     if DEVICE == "cpu":
-        monkeypatch.setattr(engine_module, "capture_for", lambda device: capture)
+        monkeypatch.setattr(build_module, "capture_for", lambda device: capture)
     return capture
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_recorded_decodes_without_graphs(
     def refuse(step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(engine_module, "capture_for", lambda device: refuse)
+    monkeypatch.setattr(build_module, "capture_for", lambda device: refuse)
     engine = triton_engine(folder)
     (prompt,) = engines.random_prompts((5,))
     out = engines.run(engine, [engines.job("a", prompt, max_new_tokens=2)])

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from headrace.shared.errors import ConfigError, ModelRefused
-from headrace.worker.engine import engine as engine_module
+from headrace.worker.engine import build as build_module
 from headrace.worker.engine.engine import TransformersEngine
 from huggingface_hub.errors import StrictDataclassError
 
@@ -108,7 +108,7 @@ def _assert_equal(folder: Path, prompt: list[int], generation: Generation) -> No
 
 
 def _load(folder: Path) -> TransformersEngine:
-    with mock.patch.object(engine_module, "num_blocks", return_value=_BLOCKS):
+    with mock.patch.object(build_module, "num_blocks", return_value=_BLOCKS):
         return engines.tiny_engine(folder, context_length=CONTEXT_LENGTH)
 
 

@@ -16,22 +16,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from operator import attrgetter
 
-from ...shared.messages import LANES, Lane
+from .admission import Admission
 from .blocks import BlockAllocator
-from .expected import ExpectedOutput
+from .lanes import age, by_order, first_order, yields
 from .plan import Plan, Slice
 from .prefix import PrefixCache
 from .sequence import Sequence
 from .speculation import Drafter
 
-_RANK: dict[Lane, int] = {lane: rank for rank, lane in enumerate(LANES)}
-_YIELDS = _RANK["batch"]  # sequences of this rank make room for those before them
 # Prompt tokens that are admitted and not computed yet, in steps: beyond them another worker would be sooner.
 _BACKLOG = 4
-
-_by_order = attrgetter("order")
 
 
 class Scheduler:
@@ -71,8 +66,8 @@ class Scheduler:
         self.preemptions = 0  # since the start
         self.drafted = 0  # guessed tokens that were computed, since the start
         self.accepted = 0  # those of them that came true
-        self.expected = ExpectedOutput()
         self.running: list[Sequence] = []  # in order
+        self._admission = Admission(blocks, self.running, max_running)
         self._waiting: list[Sequence] = []  # in order
         self._by_rid: dict[str, Sequence] = {}
         self._stalled = False  # whether the last plan left a sequence waiting, for want of blocks, slots or budget
@@ -95,9 +90,9 @@ class Scheduler:
         return max(self.max_running - len(self), 0)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.order = (_RANK[sequence.lane], sequence.arrival)
+        sequence.order = first_order(sequence)
         self._by_rid[sequence.rid] = sequence
-        insort(self._waiting, sequence, key=_by_order)
+        insort(self._waiting, sequence, key=by_order)
 
     def remove(self, rid: str) -> Sequence | None:
         """Forget a sequence, finished or aborted, and free its blocks."""
@@ -107,7 +102,7 @@ class Scheduler:
         if sequence.running:
             self._stop(sequence)
             if sequence.finish() is not None:
-                self.expected.ended(sequence)
+                self._admission.expected.ended(sequence)
         else:
             self._waiting.remove(sequence)
         self._stalled = self._stalled and bool(self._waiting)
@@ -193,7 +188,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> None:
         """Start what waits, in order. Nobody overtakes: what does not fit now would otherwise wait for ever."""
-        plan.promised = sum(self._growth(sequence) for sequence in self.running)
+        plan.promised = sum(self._admission.growth(sequence) for sequence in self.running)
         for sequence in self._waiting.copy():
             hits = self.cache.match(sequence)
             if self.cache.worth_waiting(sequence, len(hits)):
@@ -221,12 +216,12 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, hits: list[int], length: int, plan: Plan) -> None:
         self._waiting.remove(sequence)
-        insort(self.running, sequence, key=_by_order)
+        insort(self.running, sequence, key=by_order)
         sequence.running = True
         self.cache.admit(sequence, hits)
         self._reserve(sequence, length, plan)
         plan.take(sequence, length)
-        plan.promised += self._growth(sequence)
+        plan.promised += self._admission.growth(sequence)
         self._backlog += sequence.num_pending - length
 
     def _chunk(self, sequence: Sequence, computed: int, plan: Plan) -> int:
@@ -246,7 +241,7 @@ class Scheduler:
         while need > self.blocks.num_free:
             victim = self.running[-1]
             victim.preempted = True
-            self.expected.too_low()
+            self._admission.expected.too_low()
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -256,43 +251,23 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, hits: list[int], plan: Plan) -> bool:
         """Whether a waiting sequence may start: at the cost of the newest of those that yield to it, where their
         places are enough."""
-        if self._fits(sequence, hits, plan):
+        admission = self._admission
+        if admission.fits(sequence, hits, plan.promised):
             return True
-        yielding = [other for other in self.running if other.order[0] == _YIELDS > sequence.order[0]]
-        others = len(self.running) - len(yielding)
-        room = self.blocks.num_free - plan.promised + sum(self._size(other) for other in yielding)
-        if others and (others >= self.max_running or self._need(sequence, hits) > room):
+        yielding = [other for other in self.running if yields(other, sequence)]
+        if not admission.would_fit(sequence, hits, plan.promised, without=yielding):
             return False
-        while yielding and not self._fits(sequence, hits, plan):
+        while yielding and not admission.fits(sequence, hits, plan.promised):
             victim = yielding.pop()
-            plan.promised -= self._growth(victim)
+            plan.promised -= admission.growth(victim)
             self._preempt(victim, plan)
-        return self._fits(sequence, hits, plan)
-
-    def _fits(self, sequence: Sequence, hits: list[int], plan: Plan) -> bool:
-        if not self.running:
-            return True
-        if len(self.running) >= self.max_running:
-            return False
-        return self._need(sequence, hits) <= self.blocks.num_free - plan.promised
-
-    def _need(self, sequence: Sequence, hits: list[int]) -> int:
-        """Free blocks that a waiting sequence is expected to take; of its `hits` those that nobody owns now."""
-        owned = sum(not self.blocks.is_free(block) for block in hits)
-        return self.blocks.blocks_for(self.expected.tokens(sequence)) - owned
-
-    def _size(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence is expected to hold in the end."""
-        return max(self.blocks.blocks_for(self.expected.tokens(sequence)), len(sequence.block_table))
-
-    def _growth(self, sequence: Sequence) -> int:
-        return self._size(sequence) - len(sequence.block_table)
+        return admission.fits(sequence, hits, plan.promised)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         self.preemptions += 1
         plan.drop(sequence)
         self._stop(sequence)
-        insort(self._waiting, sequence, key=_by_order)
+        insort(self._waiting, sequence, key=by_order)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -301,12 +276,6 @@ class Scheduler:
 
     def _age(self, sequences: Iterable[Sequence]) -> None:
         """Count a step of waiting; who has waited long goes up a lane."""
-        moved = False
-        for sequence in sequences:
-            sequence.waited += 1
-            if sequence.waited % self.ageing == 0 and sequence.order[0] > 0:
-                sequence.order = (sequence.order[0] - 1, sequence.arrival)
-                moved = True
-        if moved:
-            self.running.sort(key=_by_order)
-            self._waiting.sort(key=_by_order)
+        if age(sequences, self.ageing):
+            self.running.sort(key=by_order)
+            self._waiting.sort(key=by_order)
