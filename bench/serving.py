@@ -11,24 +11,45 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
+
+from headrace.deploy.embedded import socket_path
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a role has taken so far, all its processes together."""
+
+    cpu_s: float = 0.0
+    switches: int = 0  # voluntary context switches of its threads: how often it waited for something
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.cpu_s + other.cpu_s, self.switches + other.switches)
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.cpu_s - other.cpu_s, self.switches - other.switches)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A running `headrace serve`: where it answers, and its process."""
+    """A running `headrace serve`: where it answers, its process, and its Valkey."""
 
     url: str
     pid: int
+    redis_url: str
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each role has taken so far, all its processes together; empty where there is no /proc."""
-        ticks, seconds = os.sysconf("SC_CLK_TCK"), dict[str, float]()
+        """CPU seconds that each role has taken so far; empty where there is no /proc."""
+        return {role: usage.cpu_s for role, usage in self.usage().items()}
+
+    def usage(self) -> dict[str, Usage]:
+        """What each role has taken so far; empty where there is no /proc."""
+        usages = dict[str, Usage]()
         for pid in _descendants(self.pid):
             with contextlib.suppress(OSError):  # a process that has just ended
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 role = _role(Path(f"/proc/{pid}/cmdline").read_bytes())
-                seconds[role] = seconds.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
-        return seconds
+                usages[role] = usages.get(role, Usage()) + Usage(_cpu_s(pid), _switches(pid))
+        return usages
 
 
 @contextlib.contextmanager
@@ -43,7 +64,7 @@ def serving(flags: Sequence[str]) -> Iterator[Serving]:
                 ready = next((line for line in process.stdout if line.startswith("ready ")), "")
                 if not ready:
                     raise SystemExit(f"headrace serve ended with status {process.wait()} before it was ready")
-                yield Serving(ready.split()[1], process.pid)
+                yield Serving(ready.split()[1], process.pid, f"unix://{quote(str(socket_path(Path(data))))}")
             finally:
                 process.send_signal(signal.SIGTERM)
 
@@ -55,6 +76,16 @@ def _descendants(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for child in children.read_text().split():
                 yield from _descendants(int(child))
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _switches(pid: int) -> int:
+    lines = [line for status in Path(f"/proc/{pid}/task").glob("*/status") for line in status.read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
 def _role(command_line: bytes) -> str:

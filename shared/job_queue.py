@@ -44,13 +44,18 @@ def by_shard(rids: Iterable[str]) -> list[tuple[int, list[str]]]:
 
 
 class JobQueue:
-    """The worker's and the detokenizer's side. Waits for Redis as long as it takes."""
+    """The worker's and the detokenizer's side. Waits for Redis as long as it takes.
+
+    Attributes:
+        somebody_waited: what the last `pull` found, before it took what there was room for.
+    """
 
     def __init__(self, client: Client, scripts: Scripts, shards: int) -> None:
         self._client = client
         self._scripts = scripts
         self._shards = shards
         self._first = 0  # the shard to ask first next time: none is favoured
+        self.somebody_waited = False
 
     def pull(
         self, pool: str, *, owner: str, consumer: str, slots: int, lease_s: float, quiet: bool = True
@@ -87,6 +92,7 @@ class JobQueue:
         for lane, shard in places:
             pipe.exists(keys.suspects(shard, pool) if lane == "suspect" else keys.tenants(shard, pool, lane))
         there = [place for place, found in zip(places, pipe.execute(), strict=True) if found]
+        self.somebody_waited = bool(there)
         if there and there[0][0] == "suspect" and not quiet:
             return []
         return there

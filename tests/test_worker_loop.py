@@ -21,6 +21,7 @@ from headrace.shared.registry import Membership, ProcessInfo, ServedModels
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.token_stream import Append, TokenStream
+from headrace.worker import intake
 from headrace.worker.adapters import PoolAdapters
 from headrace.worker.control import Controller
 from headrace.worker.interface import StepOutput
@@ -166,6 +167,51 @@ def test_a_worker_told_to_stop_does_not_wait_for_redis(client: Client, redis_url
             worker_of(client, OneToken(stop, redis_server.kill), stop).run()
     finally:
         redis_server.start()
+
+
+class Steady(OneToken):
+    """A token of each job a step, until `steps` are made."""
+
+    def __init__(self, stop: Told, steps: int, on_step: Callable[[int], None]) -> None:
+        super().__init__(stop)
+        self.taken: list[tuple[int, str]] = []  # (steps made before, rid)
+        self._steps, self._made, self._each = steps, 0, on_step
+
+    def add(self, job: GenerateJob, produced: Sequence[int] = ()) -> None:
+        super().add(job, produced)
+        self.taken.append((self._made, job.rid))
+
+    def step(self) -> list[StepOutput]:
+        self._made += 1
+        self._each(self._made)
+        if self._made < self._steps:
+            return [StepOutput(rid, (7,)) for rid in self.jobs]
+        return super().step()
+
+    def has_work(self) -> bool:
+        return bool(self.jobs)
+
+
+def test_a_busy_worker_asks_nothing_and_hears_of_a_job(
+    client: Client, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "LOOK_EVERY_S", 3600.0)
+    stop, asked, late = Told(), list[int](), list[str]()
+
+    def on_step(made: int) -> None:
+        if made in (10, 150):  # in between it is busy, and nobody comes
+            asked.append(client.info("commandstats")["cmdstat_exists"]["calls"])
+        if made == 150:
+            late.extend(submit(redis_url))
+
+    (first,) = submit(redis_url)
+    engine = Steady(stop, 300, on_step)
+    worker_of(client, engine, stop).run()
+    assert asked[0] == asked[1], "a worker that nobody waits for looked into the queue"
+    (_, taken_first), (at, taken_late) = engine.taken
+    assert [taken_first, taken_late] == [first, *late]
+    assert at < 300
+    assert client.hget(keys.request(shard_in(late[0]), late[0]), "st") == b"gd"
 
 
 class Updated(OneToken):

@@ -22,7 +22,7 @@ from .reading import Reading
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # how often a busy worker looks for commands; an idle one is woken by them
+POLL_S = 1.0  # how often a worker looks for commands that it was not told of by `look`
 READING_POLL_MS = 10
 
 # What went wrong here and not with the command: said, logged, and survived.

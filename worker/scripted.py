@@ -4,7 +4,8 @@ FILE holds JSON lines; a request takes the first line whose `when` stands in its
 
     {"when": "text", "steps": [[id, …], …], "finish": "stop"|"length", "step_ms": 0,
      "logprobs": [[lp, [[id, lp], …]], …]}
-    {"tokens": N, "tokens_per_s": R}     N ordinary ids at that rate (R 0: as fast as it goes)
+    {"tokens": N, "tokens_per_s": R}     N ordinary ids at that rate (R 0: as fast as it goes); requests of one rate
+                                         step together, as those of a batch do
     {"fail": "text"}                     an error after the steps, if any
     {"die_at": n}                        the process kills itself when token n is due (before it is published)
     {"prefill_ms": 0}                    before the first token
@@ -15,6 +16,7 @@ function of the line and the position alone, so that any worker continues what a
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -109,8 +111,10 @@ class ScriptedEngine:
         script = next((s for s in self._scripts if s.when is None or s.when in prompt), None)
         if script is None:
             script = Script(fail="no line of the script file fits this prompt")
-        wait = 0.0 if produced else script.prefill_ms / 1000
-        self._replays[job.rid] = Replay(job, script, self._steps(script), time.monotonic() + wait, len(produced))
+        due_at = time.monotonic() + (0.0 if produced else script.prefill_ms / 1000)
+        if script.tokens_per_s:
+            due_at = math.ceil(due_at * script.tokens_per_s) / script.tokens_per_s
+        self._replays[job.rid] = Replay(job, script, self._steps(script), due_at, len(produced))
 
     def _steps(self, script: Script) -> Sequence[Sequence[int]]:
         if script.tokens is None:
