@@ -35,13 +35,17 @@ serve: $(READY) ## serve MODEL on port 8000, until Ctrl-C
 # One thread a process: the tests run beside each other, and sums of floats do not depend on the number of cores.
 test: export OMP_NUM_THREADS = 1
 test: $(READY) ## all tests but the long ones
-	folder=$$($(BIN)/headrace fetch $(MODEL)) && embedder=$$($(BIN)/headrace fetch all-minilm-l6-v2) && \
-	HEADRACE_TEST_MODEL=$$folder HEADRACE_TEST_EMBEDDER=$$embedder $(BIN)/pytest $(PYTEST) -m 'not long'
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && gemma=$$($(BIN)/headrace fetch gemma3-270m) && \
+	embedder=$$($(BIN)/headrace fetch all-minilm-l6-v2) && \
+	HEADRACE_TEST_MODEL=$$folder HEADRACE_TEST_GEMMA=$$gemma HEADRACE_TEST_EMBEDDER=$$embedder \
+	$(BIN)/pytest $(PYTEST) -m 'not long'
 
 long: export OMP_NUM_THREADS = 1
 long: export HEADRACE_LEDGER ?= docs/long-runs.md
 long: $(READY) ## the long suites, with a new seed each time; SEED=N repeats one; writes a line into docs/long-runs.md
-	folder=$$($(BIN)/headrace fetch $(MODEL)) && HEADRACE_TEST_SEED=$(SEED) HEADRACE_TEST_MODEL=$$folder $(BIN)/pytest -m long --timeout 3600 $(LONG)
+	folder=$$($(BIN)/headrace fetch $(MODEL)) && gemma=$$($(BIN)/headrace fetch gemma3-270m) && \
+	HEADRACE_TEST_SEED=$(SEED) HEADRACE_TEST_MODEL=$$folder HEADRACE_TEST_GEMMA=$$gemma \
+	$(BIN)/pytest -m long --timeout 3600 $(LONG)
 
 architectures: export OMP_NUM_THREADS = 1
 architectures: $(READY) ## try every decoder architecture of transformers and write docs/architectures.md anew

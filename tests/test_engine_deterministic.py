@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.loader import load_model
 from headrace.worker.settings import WorkerSettings
 from kit import architectures, engines
+from kit.real_models import folder_of
 
 TINY = ("llama", "qwen3", "gemma2", "gpt2")
 LENGTHS = (3, 40, 11, 26, 70, 17, 1, 33)
@@ -70,10 +70,9 @@ def test_the_proof_at_load_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_smollm2s_bytes_are_its_own() -> None:
-    if not (name := os.environ.get("HEADRACE_TEST_MODEL")):
-        pytest.skip("HEADRACE_TEST_MODEL names no folder with the weights")
-    folder = Path(name)
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.long)])
+def test_a_real_models_bytes_are_its_own(name: str) -> None:
+    folder = folder_of(name)
     watched = engines.job("w", [17 + i * 91 % 40_000 for i in range(90)], max_new_tokens=8, top_logprobs=20)
     prompts = engines.random_prompts(LENGTHS * 4, high=40_000)[:31]
     others = [engines.job(f"o{i}", prompt, max_new_tokens=2) for i, prompt in enumerate(prompts)]

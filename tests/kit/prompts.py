@@ -1,56 +1,10 @@
-"""Real prompts, all different: questions, tasks, code, other scripts."""
+"""Real prompts, all different: tests/data/prompts.jsonl, a JSON object a line with its kind and its text."""
 
-PROMPTS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "Explain photosynthesis to a child.",
-    "List three uses of copper.",
-    "How do I boil an egg?",
-    "Who wrote Hamlet?",
-    "Translate 'good morning' into Spanish.",
-    "What is 17 times 6?",
-    "Name a mammal that lays eggs.",
-    "Why is the sky blue?",
-    "Give me a synonym for 'happy'.",
-    "Summarize the story of Cinderella in one sentence.",
-    "What does HTTP stand for?",
-    "Write a Python function that adds two numbers.",
-    "What is the boiling point of water in Fahrenheit?",
-    "Tell me a joke about cats.",
-    "Which planet is the largest?",
-    "How many legs does a spider have?",
-    "Describe the taste of lemon.",
-    "What is the plural of 'mouse'?",
-    "Suggest a name for a coffee shop.",
-    "When did the Second World War end?",
-    "What is recursion?",
-    "Write an SQL query that counts rows in a table named users.",
-    "Is a tomato a fruit or a vegetable?",
-    "What language is spoken in Brazil?",
-    "Give two reasons to exercise.",
-    "Qu'est-ce que la photosynthèse ?",
-    "Wie heißt die Hauptstadt von Österreich?",
-    "¿Cuántos días tiene febrero?",
-    "日本の首都はどこですか。",
-    "Что такое снег?",
-    "Write an email to decline a meeting.",
-    "What is the opposite of 'cold'?",
-    "Convert 5 kilometers to miles.",
-    "Who painted the Mona Lisa?",
-    "What is an atom?",
-    "How does a bicycle stay upright?",
-    "Finish this sentence: The old man walked slowly to the",
-    "Give me a recipe with three ingredients.",
-    "What is a prime number?",
-    "Name four seasons of the year.",
-    "What sound does a cow make?",
-    "Explain what a queue is in computer science.",
-    "Write a slogan for a bakery.",
-    "What color do you get by mixing blue and yellow?",
-    "How far away is the Moon?",
-    "Define the word 'ephemeral'.",
-    "What do bees make?",
-    "Count from one to ten.",
-    "Why do leaves fall in autumn?",
-    "Say hello with an emoji 🙂 and nothing else.",
-]
+import json
+from pathlib import Path
+
+_LINES = (Path(__file__).parents[1] / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+_RECORDS = [json.loads(line) for line in _LINES]
+
+TEXTS: list[str] = [record["text"] for record in _RECORDS]  # of all kinds: for models that complete them
+PROMPTS: list[str] = [record["text"] for record in _RECORDS if record["kind"] == "question"]  # for those that chat
