@@ -79,9 +79,10 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> Repeating:
     return capture
 
 
-def test_graphs_give_the_tokens_of_the_reference(folder: Path, repeating: Repeating) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_graphs_give_the_tokens_of_the_reference(folder: Path, repeating: Repeating, overlap: str) -> None:
     """Steps of 3 rows go through the graph of 4, with one of padding; as sequences end, through those of 2 and 1."""
-    engine = triton_engine(folder, max_running=4)
+    engine = triton_engine(folder, max_running=4, overlap=overlap)
     prompts, outputs = engines.random_prompts((4, 9, 6)), (2, 3, 5)
     jobs = [engines.job(str(i), p, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts, outputs, strict=True))]
     out = engines.run(engine, jobs)
@@ -93,7 +94,8 @@ def test_graphs_give_the_tokens_of_the_reference(folder: Path, repeating: Repeat
     engine.close()
 
 
-def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeating) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeating, overlap: str) -> None:
     prompts = engines.random_prompts((4, 9, 6))
     asked: list[dict[str, Any]] = [
         {"temperature": 0.8, "sampling_seed": 1},
@@ -103,7 +105,7 @@ def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeatin
     jobs = [engines.job(str(i), p, max_new_tokens=3, **s) for i, (p, s) in enumerate(zip(prompts, asked, strict=True))]
     host = engines.tiny_engine(folder, device=DEVICE, attention_backend="torch")
     wanted = engines.run(host, jobs)
-    engine = triton_engine(folder, max_running=3)
+    engine = triton_engine(folder, max_running=3, overlap=overlap)
     for chosen in (jobs, jobs[:2]):
         out = engines.run(engine, chosen)
         assert {rid: each.token_ids for rid, each in out.items()} == {j.rid: wanted[j.rid].token_ids for j in chosen}

@@ -48,6 +48,11 @@ class WorkerSettings(StoreSettings):
         "(on a CPU in its interpreter, which is for tests)",
     )
     cuda_graphs: bool = Field(True, description="repeat decoding steps on a GPU as CUDA graphs")
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="plan a step while the one before runs; auto: on a GPU, for a CPU gains nothing by it. With "
+        "--speculate it is off: guesses follow from the newest token",
+    )
     speculate: int = Field(
         0, ge=0, le=32, description="tokens guessed per step from what the sequence said before, and checked; 0: none"
     )

@@ -62,7 +62,7 @@ class SimulatedModel:
         for block in self.scheduler.blocks.take_dirty():
             self._pool[block] = self._empty.copy()
         for piece in slices:
-            piece.sequence.verified = False
+            piece.sequence.writing = piece
             self._write(piece, piece.sequence.rid in failing)
         for piece in slices:
             self._read(piece)

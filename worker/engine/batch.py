@@ -17,6 +17,7 @@ import torch
 
 from .blocks import NULL_BLOCK
 from .plan import Slice
+from .transfers import upload, upload_ints
 
 Ints = npt.NDArray[np.int64]
 
@@ -129,10 +130,10 @@ class AttentionBatch:
 
     def _bias(self, seen: npt.NDArray[np.bool_]) -> torch.Tensor:
         bias = np.where(seen, np.float32(0), np.float32(-np.inf))
-        return torch.from_numpy(bias).to(self._device, self._dtype, non_blocking=True)
+        return upload(bias, self._device).to(self._dtype)
 
     def _tensor(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class FlatBatch:
             np.array(piece.scored) + end - piece.end for end, piece in zip(ends, ordered, strict=True) if piece.scored
         ]
         rows = np.concatenate([*sampled, *scored])
-        tensors = [torch.from_numpy(np.asarray(a, dtype=np.int64)).to(device) for a in (ids, positions, rows)]
+        tensors = [upload_ints(values, device) for values in (ids, positions, rows)]
         attention = AttentionBatch(ordered, block_size, dtype=dtype, device=device)
         return cls(ordered, tensors[0][None], tensors[1][None], tensors[2], attention)
 

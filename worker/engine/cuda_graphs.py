@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from .batch import AttentionBatch
+from .flight import FutureTokens
 from .graph_buffers import Buffers, BufferWriter
 from .plan import Slice
 from .step_tensors import FixedBatch, StepTensors
@@ -80,14 +81,16 @@ class DecodeGraphs:
         """Whether a step only decodes, with the base model, in no more rows than the largest graph has."""
         return 0 < len(slices) <= self._sizes[-1] and all(map(_only_decodes, slices))
 
-    def run(self, slices: Sequence[Slice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step that fits.
+    def run(self, slices: Sequence[Slice], futures: FutureTokens | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a step that fits. `futures` are input ids that the host does not know.
 
         Returns:
             Logits [S, V] float32, and the tokens [S] that plain sampling draws from them; both are overwritten by the
             next step.
         """
         self._writer.write(slices)
+        if futures is not None:
+            futures.fill(self._buffers.longs[0], [piece.sequence for piece in slices])
         self._replays[self._sizes[bisect_left(self._sizes, len(slices))]]()
         return self._buffers.logits[: len(slices)], self._buffers.tokens[: len(slices)]
 

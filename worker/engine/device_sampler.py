@@ -1,4 +1,4 @@
-"""Plain sampling within a CUDA graph: what the kernel is given, and what becomes of its tokens.
+"""Plain sampling without a look at the host: who asks for no more, and what the kernel in a CUDA graph is given.
 
 What needs a request's own tokens, a grammar, or log-probabilities goes through `sampler`, which calls the same kernel.
 """
@@ -9,17 +9,17 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from ...shared.messages import GenerateJob
 from .adjust import may_need_adjusting
+from .grammar import Grammar
 from .noise import row_keys_array
-from .sampler import Sample
-from .sequence import Row, Sequence
+from .sequence import Sequence
 
 
-def is_plain(row: Row) -> bool:
-    """Whether a draw from the logits as they are is all that a row asks for."""
-    return not (row.job.return_logprob or row.sequence.matcher is not None or may_need_adjusting(row.params))
+def is_plain(job: GenerateJob) -> bool:
+    """Whether a draw from the logits as they are is all that a job asks for."""
+    return not (job.return_logprob or Grammar.of(job.sampling) is not None or may_need_adjusting(job.sampling))
 
 
 class SamplingColumns:
@@ -49,8 +49,3 @@ class SamplingColumns:
         if self._drawn:
             keys[self._rows] = row_keys_array(self._seeds, [sequence.num_output_tokens for _, sequence in self._drawn])
         return keys
-
-
-def samples(tokens: torch.Tensor) -> list[Sample]:
-    """Bring drawn tokens [S] to the host: the step's one wait for the device."""
-    return [Sample(token if token >= 0 else None) for token in tokens.tolist()]

@@ -22,7 +22,7 @@ from .grammar import Grammar, Grammars
 from .intake import Intake
 from .loader import load_model, resolve_device, resolve_dtype
 from .lora import linears
-from .plan import Slice
+from .pipeline import Pipeline
 from .preparing import Preparing
 from .profiler import Profiler
 from .sampler import Sampler
@@ -74,7 +74,10 @@ class TransformersEngine:
             self._meter,
             vocab_size=self.card.vocab_size,
         )
-        self._steps = self._prefill_tokens = self._decode_tokens = 0  # since the start
+        overlap = settings.overlap == "on" or (settings.overlap == "auto" and loaded.device.type != "cpu")
+        self._pipeline = Pipeline(
+            self._scheduler, self._stepper, self._meter, overlap=overlap and not settings.speculate
+        )
         self._profiler = Profiler(settings.profile_dir, self.card.name)
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
@@ -99,9 +102,7 @@ class TransformersEngine:
     def step(self) -> list[StepOutput]:
         self._begin_prepared()
         ended, self._ended = self._ended, []
-        slices = self._meter.timed("schedule", self._scheduler.schedule)
-        self._count(slices)
-        outputs = ended + self._stepper.run(slices)
+        outputs = ended + self._pipeline.step()
         self._profiler.step()
         return outputs
 
@@ -118,6 +119,7 @@ class TransformersEngine:
         loaded = read_beside(Path(folder), self._blueprint, self._load)
 
         def use(version: str) -> None:
+            self._pipeline.discard()
             self._stepper.runner = self._stepper.runner.with_model(loaded.model, loaded.attention)
             self.card = dataclasses.replace(self.card, weight_version=version)
 
@@ -140,6 +142,7 @@ class TransformersEngine:
         return self._adapters.ids()
 
     def retract(self) -> None:
+        self._pipeline.discard()
         self._scheduler.retract()
 
     def flush_cache(self) -> int:
@@ -148,9 +151,9 @@ class TransformersEngine:
     def stats(self) -> dict[str, float]:
         scheduler, cache = self._scheduler, self._scheduler.cache
         return {
-            "steps": self._steps,
-            "prefill_tokens": self._prefill_tokens,
-            "decode_tokens": self._decode_tokens,
+            "steps": self._stepper.steps,
+            "prefill_tokens": self._stepper.prefill_tokens,
+            "decode_tokens": self._stepper.decode_tokens,
             "sequences_running": len(scheduler.running),
             "sequences_waiting": len(scheduler) - len(scheduler.running) + len(self._preparing),
             "kv_blocks": scheduler.blocks.usable,
@@ -175,6 +178,7 @@ class TransformersEngine:
     def close(self) -> None:
         for rid in self._scheduler.rids():
             self._scheduler.remove(rid)
+        self._pipeline.discard()
         self._grammars.close()
         self._stepper.runner.close()
 
@@ -188,9 +192,3 @@ class TransformersEngine:
         for sequence in ready:
             self._scheduler.add(sequence)
         self._ended += [StepOutput(rid, finish=finish) for rid, finish in refused]
-
-    def _count(self, slices: list[Slice]) -> None:
-        sampled = sum(piece.num_sampled for piece in slices)
-        self._steps += bool(slices)
-        self._decode_tokens += sampled
-        self._prefill_tokens += sum(piece.length for piece in slices) - sampled

@@ -13,7 +13,7 @@ import torch
 from .device_sampler import SamplingColumns
 from .plan import Slice
 from .sequence import Sequence
-from .step_tensors import pinned
+from .transfers import pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ids
 
 from ...shared.errors import ContextLengthExceeded, InvalidRequest
 from ...shared.messages import GenerateJob, ModelCard, TokenLogprob
+from .device_sampler import is_plain
 from .logprobs import most_scored
 from .lora import Adapters
 from .prefix import cache_seed
@@ -53,6 +54,7 @@ class Intake:
             max_chunk=most_scored(card.vocab_size) if scores else sys.maxsize,
             scored=[TokenLogprob(None)] * (job.logprob_start_len == 0) if scores else None,
             adapter=self._adapters.get(job.model),
+            plain=is_plain(job),
             cache_seed=self._cache_seed(card, job),
         )
 

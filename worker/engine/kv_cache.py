@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from .transfers import upload_ints
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -106,10 +108,10 @@ class KVCache:
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
-        index = torch.tensor(blocks, device=self.device)
+        index = upload_ints(blocks, self.device)
         for pools in (self._keys, self._values):
             for pool in pools:
-                pool.view(self.num_blocks, -1)[index] = 0
+                pool.view(self.num_blocks, -1).index_fill_(0, index, 0)
 
 
 def zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

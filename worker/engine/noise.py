@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .transfers import upload
+
 _MASK64 = (1 << 64) - 1
 # SplitMix64's factors and shifts.
 _SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
@@ -21,7 +23,7 @@ _SHIFTS = np.array([30, 27, 31], dtype=np.uint64)
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """Two 32-bit keys per row, from its 64-bit seed and the number of tokens sampled before: [R, 2] int32."""
-    return torch.from_numpy(row_keys_array(seeds, positions)).to(device)
+    return upload(row_keys_array(seeds, positions), device)
 
 
 def row_keys_array(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:

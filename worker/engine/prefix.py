@@ -118,10 +118,10 @@ class PrefixCache:
             self._arrived(sequence, key)
         known = sequence.num_named if self._registers(sequence) else 0
         keys = sequence.block_keys[:known]
-        self._blocks.free(sequence.block_table, keys=keys, dirty=not sequence.verified)
+        self._blocks.free(sequence.block_table, keys=keys, dirty=sequence.writing is not None)
         sequence.block_table = []
         sequence.num_named = sequence.num_computed = 0
-        sequence.verified = True
+        sequence.writing = None
 
     def flush(self) -> int:
         """Forget everything. What runs goes on with its own blocks, and these are never found by others.

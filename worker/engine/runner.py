@@ -14,6 +14,7 @@ from ...shared.errors import EngineError
 from .attention import AttentionBackend, PagedAttention
 from .batch import AttentionBatch, FlatBatch
 from .cuda_graphs import DecodeGraphs, Forward
+from .flight import FutureTokens
 from .lora import Adapters
 from .plan import Slice
 
@@ -86,19 +87,26 @@ class ModelRunner:
         self._graphs = self._make_graphs()
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[Slice]) -> StepLogits:
-        """Compute a step."""
+    def run(self, slices: Sequence[Slice], futures: FutureTokens | None = None) -> StepLogits:
+        """Compute a step. `futures` are input ids that the host does not know."""
         if self._graphs is not None and self._graphs.fits(slices):
-            logits, drawn = self._graphs.run(slices)
+            logits, drawn = self._graphs.run(slices, futures)
             return StepLogits(list(slices), logits, [], drawn)
+        self.forget()
+        groups = [[piece] for piece in slices] if self._alone else [slices]
+        return StepLogits.merged([self._forward(group, futures) for group in groups])
+
+    def forget(self) -> None:
+        """Steps may have been computed otherwise than by graphs, or not at all: these trust nothing of the last one."""
         if self._graphs is not None:
             self._graphs.forget()
-        groups = [[piece] for piece in slices] if self._alone else [slices]
-        return StepLogits.merged([self._forward(group) for group in groups])
 
-    def _forward(self, slices: Sequence[Slice]) -> StepLogits:
+    def _forward(self, slices: Sequence[Slice], futures: FutureTokens | None) -> StepLogits:
         cache = self._cache
         batch = FlatBatch.build(slices, cache.block_size, dtype=cache.dtype, device=cache.device)
+        if futures is not None:
+            decoding = batch.slices[: batch.attention.num_decoding]
+            futures.fill(batch.input_ids[0], [piece.sequence for piece in decoding])
         keep = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         with self.adapters.over(batch.slices):
             logits = self._call(batch.input_ids, batch.position_ids, batch.attention, **keep)

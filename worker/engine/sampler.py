@@ -23,6 +23,7 @@ from .grammar import Masks
 from .logprobs import logprobs_of
 from .noise import row_keys
 from .sequence import Row, Sequence
+from .transfers import upload
 
 _MOST = 2**31 - 1
 
@@ -35,6 +36,11 @@ class Sample:
     token_id: int | None
     logprob: TokenLogprob | None = None
     excluded: bool = False
+
+    @classmethod
+    def of(cls, token: int) -> Sample:
+        """Of a plain draw, which is -1 where the logits were not finite."""
+        return cls(token if token >= 0 else None)
 
 
 class Sampler:
@@ -59,7 +65,7 @@ class Sampler:
             logits: [S, V] float32; used up.
             masks: of the rows with a grammar.
         """
-        logits, columns = logits.contiguous(), self._columns_of(rows)
+        logits, columns = logits.contiguous(), self._columns_of([row.sequence for row in rows])
         asked = columns.asked
         logprobs = logits[asked].log_softmax(-1) if asked else None
         if columns.adjusted:
@@ -76,8 +82,17 @@ class Sampler:
             for place, token in enumerate(tokens)
         ]
 
-    def _columns_of(self, rows: Rows[Row]) -> _Columns:
-        sequences = [row.sequence for row in rows]
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+        """Draw a token per row of `logits` [S, V] float32, without a look at them: all that plain sampling is.
+
+        Returns:
+            [S] int64 on the device, -1 where the logits are not finite. Nothing has waited for it.
+        """
+        positions = [sequence.num_output_tokens for sequence in sequences]
+        return self._draw(logits.contiguous(), self._columns_of(sequences), positions)
+
+    def _columns_of(self, sequences: list[Sequence]) -> _Columns:
         if self._columns is None or self._columns.sequences != sequences:
             self._columns = _Columns.of(sequences, self._device)
         return self._columns
@@ -107,10 +122,10 @@ class _Columns:
         params = [sequence.params for sequence in sequences]
         return cls(
             sequences,
-            torch.tensor([0.0 if s.greedy else s.temperature for s in params], device=device),
-            torch.tensor([min(max(s.top_k, 0), _MOST) for s in params], dtype=torch.int32, device=device),
-            torch.tensor([s.top_p for s in params], device=device),
-            torch.tensor([s.min_p for s in params], device=device),
+            upload(np.array([0.0 if s.greedy else s.temperature for s in params], dtype=np.float32), device),
+            upload(np.array([min(max(s.top_k, 0), _MOST) for s in params], dtype=np.int32), device),
+            upload(np.array([s.top_p for s in params], dtype=np.float32), device),
+            upload(np.array([s.min_p for s in params], dtype=np.float32), device),
             [sequence.seed for sequence in sequences],
             [place for place, sequence in enumerate(sequences) if sequence.job.return_logprob],
             [place for place, s in enumerate(params) if may_need_adjusting(s)],

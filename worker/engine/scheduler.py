@@ -15,14 +15,15 @@ and a sequence that was not let for `ageing` steps goes up a lane.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from .admission import Admission
 from .blocks import BlockAllocator
 from .lanes import age, by_order, first_order, yields
 from .plan import Plan, Slice
 from .prefix import PrefixCache
-from .sequence import Sequence
+from .sequence import FUTURE, Sequence
 from .speculation import Drafter
 
 # Prompt tokens that are admitted and not computed yet, in steps: beyond them another worker would be sooner.
@@ -79,6 +80,10 @@ class Scheduler:
     def __contains__(self, rid: str) -> bool:
         return rid in self._by_rid
 
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence runs or waits here, and not another one under its rid."""
+        return self._by_rid.get(sequence.rid) is sequence
+
     def rids(self) -> list[str]:
         return list(self._by_rid)
 
@@ -122,9 +127,29 @@ class Scheduler:
             self._draft(plan)
         return plan.slices()
 
+    @contextmanager
+    def ahead_of(self, slices: Iterable[Slice]) -> Iterator[None]:
+        """Within it plans are made as if `slices`, which the device computes, were done: FUTURE stands for each token
+        that they sample."""
+        futures = []
+        for piece in slices:
+            if piece.sequence.running:
+                if piece.num_sampled:
+                    futures.append(piece.sequence)
+                self.commit(piece)
+        for sequence in futures:
+            sequence.token_ids.append(FUTURE)
+        try:
+            yield
+        finally:
+            for sequence in futures:
+                sequence.token_ids.pop()
+
     def commit(self, piece: Slice) -> None:
-        """Note that a slice was computed; its guesses do not count before `verify`."""
-        piece.sequence.num_computed = piece.start + piece.length - len(piece.draft)
+        """Note that a slice was computed; its guesses do not count before `verify`. One that has lost its blocks since
+        is computed again."""
+        if piece.sequence.running:
+            piece.sequence.num_computed = piece.start + piece.length - len(piece.draft)
 
     def retract(self) -> None:
         """Send everything that runs back to wait: its K/V is no longer what the model would compute, nor is what the
@@ -137,8 +162,11 @@ class Scheduler:
         """Note that a slice's K/V are finite, and that the first `accepted` of its guesses are tokens of the sequence
         now. Its full blocks may be shared; blocks of wrong guesses are given back."""
         sequence = piece.sequence
+        if not sequence.running:
+            return
         sequence.num_computed += accepted
-        sequence.verified = True
+        if sequence.writing is piece:  # else a step that was launched since writes behind it
+            sequence.writing = None
         if piece.draft:
             self.drafted += len(piece.draft)
             self.accepted += accepted
@@ -171,6 +199,8 @@ class Scheduler:
             tokens = len(sequence.token_ids)
             if tokens - sequence.num_computed > 1:
                 prefilling.append(sequence)
+            elif sequence.ends_in_future:
+                continue
             elif sequence.running and (  # most find a place in the block they have: no call for those
                 tokens <= len(sequence.block_table) * size or self._reserve(sequence, 1, plan)
             ):

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from .adapter import Adapter
     from .adjust import TokenCounts
     from .grammar import Matcher
+    from .plan import Slice
     from .speculation import Drafter
+
+FUTURE = -1  # stands in `token_ids` for a token that the device has drawn and nobody has read yet
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +48,7 @@ class Sequence:
     preempted: bool = False  # lost its blocks to others once: it starts again when all it may need is free
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
-    verified: bool = True  # whether the K/V in block_table is known to be finite
+    writing: Slice | None = None  # the newest that writes to block_table, until its K/V are known to be finite
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     num_named: int = 0  # blocks of block_table that the prefix cache knows by block_keys
     cache_generation: int = 0
@@ -55,6 +58,7 @@ class Sequence:
     token_counts: TokenCounts | None = None  # where it has penalties
     drafter: Drafter | None = None  # guesses its next tokens, where the engine speculates
     max_chunk: int = sys.maxsize  # tokens of it that one step may prefill
+    plain: bool = False  # whether a draw from the logits as they are is all that its job asks for
     scored: list[TokenLogprob] | None = None  # of its prompt, as far as they are known; None where nobody asked
 
     @property
@@ -89,6 +93,11 @@ class Sequence:
     def tokens_left(self) -> int:
         """How many more it may write."""
         return self.max_tokens - len(self.token_ids)
+
+    @property
+    def ends_in_future(self) -> bool:
+        """Whether it waits for nothing but the token that the device draws now."""
+        return len(self.token_ids) >= self.max_tokens and self.token_ids[-1] == FUTURE
 
     def unscored(self, start: int, end: int) -> range:
         """Of the places `start … end`, those whose logits are wanted: each tells of the prompt token after it."""

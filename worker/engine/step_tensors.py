@@ -9,13 +9,12 @@ cu_seqlens_q                    |0               |5    |7       of the chunks al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .batch import AttentionBatch
+from .transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +46,3 @@ class FixedBatch(AttentionBatch):
     def __init__(self, tensors: StepTensors) -> None:
         super().__init__([], 1, dtype=torch.float32, device=tensors.kv_lens.device)
         self.tensors = tensors
-
-
-def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    return pinned(values, device).to(device, non_blocking=True)
-
-
-def pinned(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """On the host, where a copy to `device` need not be waited for: torch keeps pinned memory until it is done."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
