@@ -125,8 +125,8 @@ def test_attention_over_scattered_blocks(
 
     def attend(rows: torch.Tensor, tasks: list[list[int]]) -> torch.Tensor:
         return attention.attend(
-            rows, keys, values, table[None], torch.tensor(tasks), heads=groups, value_dim=value_dim, longest=tokens,
-            scale=0.2, window=window, softcap=softcap, sinks=sinks,
+            rows, keys, values, table[None], torch.tensor(tasks), heads=groups, value_dim=value_dim,
+            longest=torch.tensor([tokens]), scale=0.2, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
     share = heads // groups

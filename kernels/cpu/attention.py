@@ -17,7 +17,7 @@ import torch
 
 from .exponential import exp, tanh
 from .panels import FLOAT32, PANEL, multiply
-from .team import address, as_float, bits, cpu_jit, floats_at, integers_at, kernel, take
+from .team import address, as_float, bits, cpu_jit, empty, floats_at, integers_at, kernel, take
 
 BLOCK_SIZE = PANEL  # tokens of a block: a panel
 TILE = 12  # rows that are attended together
@@ -84,7 +84,7 @@ def attend(
     *,
     heads: int,
     value_dim: int,
-    longest: int,
+    longest: torch.Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -99,7 +99,7 @@ def attend(
         tasks: [tasks, 7] int64, the tiles: row of `tables`, K/V head, first query head, first row of T, its position,
             number of rows (at most TILE), and 1 where they are positions of one head, 0 where they are heads of one.
         heads: of K/V.
-        longest: tokens of the longest context in the step, which bounds the scratch memory.
+        longest: [1] int64, tokens of the longest context in the step, which bounds the scratch memory.
         window: tokens that a query sees, itself among them; 0 for all.
         sinks: [query heads] float32, one more score each that takes weight and gives nothing.
 
@@ -112,10 +112,10 @@ def attend(
     query_heads, rows, key_dim = q.shape
     if keys.shape[1] != heads * key_dim * PANEL:
         raise ValueError(f"Q {list(q.shape)} does not fit a pool of {heads} heads")
-    out = q.new_empty(rows, query_heads, value_dim)
+    out = empty(rows, query_heads, value_dim)
     pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, tasks, out))
     _attend(
-        *pointers, tables.shape[1], tasks.shape[0], heads, key_dim, value_dim, longest, bits(scale), window,
+        *pointers, tables.stride(0), tasks.shape[0], heads, key_dim, value_dim, address(longest), bits(scale), window,
         bits(softcap), address(sinks), *q.stride()[:2], value_dim, query_heads * value_dim,
     )  # fmt: skip
     return out
@@ -208,7 +208,7 @@ def _tile(words, task, scores, mixed, inverses):
 
 @kernel
 def _attend(words):
-    value_dim, longest = words[11], words[12]
+    value_dim, longest = words[11], integers_at(words[12])[0]
     wide, columns = (longest // PANEL + 2) * PANEL, (value_dim + PANEL - 1) // PANEL * PANEL
     scratch = np.empty(TILE * (wide + columns + 1), dtype=np.float32)
     scores = scratch.ctypes.data

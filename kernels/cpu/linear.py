@@ -13,7 +13,7 @@ import torch
 
 from .exponential import gelu_tanh, silu
 from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply
-from .team import address, cpu_jit, floats_at, kernel, take
+from .team import address, cpu_jit, empty, floats_at, kernel, take
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
 SILU, GELU_TANH = 0, 1
@@ -62,7 +62,7 @@ def linear(
     """
     rows, inputs = x.shape
     width = panels.shape[0] * PANEL
-    out = x.new_empty(rows, width)
+    out = empty(rows, width)
     pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
     size = panels.stride(0) * panels.itemsize
     added = address(bias), address(scales), KINDS[panels.dtype], size, address(residual)
@@ -86,7 +86,7 @@ def gated(
     """
     rows, inputs = x.shape
     width = panels.shape[0] * PANEL
-    out = x.new_empty(rows, width)
+    out = empty(rows, width)
     pointers = x.data_ptr(), panels.data_ptr(), out.data_ptr()
     _gated(*pointers, rows, inputs, width, address(scales), KINDS[panels.dtype], activation)
     return out if width == out_features else out[:, :out_features].contiguous()

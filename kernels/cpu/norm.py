@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .panels import PANEL
-from .team import address, as_float, bits, cpu_jit, floats_at, kernel, take
+from .team import address, as_float, bits, cpu_jit, empty, floats_at, kernel, take
 
 _PIECE = 8  # rows that a thread takes at a time: the rows of a decoding step are not worth waking others for
 
@@ -16,7 +16,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / sqrt(mean(x²) + epsilon) * weight (+ residual) over the last dimension; all float32, x and residual [..., N]
     contiguous."""
-    out = torch.empty_like(x)
+    out = empty(*x.shape)
     width = weight.shape[0]
     _rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, bits(epsilon), address(residual)

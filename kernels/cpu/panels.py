@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from .team import cpu_jit
 
 PANEL = 16  # columns side by side: two registers of AVX2, one of AVX-512
+_AHEAD = 1024  # bytes between what is multiplied and what is fetched: the core's own prefetcher stops at each page
 MAX_ROWS = 6  # 12 sums, 2 weights and a broadcast x fill AVX2's 16 registers
 FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3  # kinds of weights
 
@@ -40,6 +41,15 @@ def _load(builder: Any, address: Any, kind: int) -> Any:
     if kind == INT8:
         return builder.sitofp(builder.sext(raw, _INTS), _FLOATS)
     return builder.bitcast(builder.shl(builder.zext(raw, _INTS), ir.Constant(_INTS, [16] * PANEL)), _FLOATS)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Have the cache fetch what lies at an address, which need not be anyone's: a hint, and never a fault."""
+    word = ir.IntType(32)
+    signature = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    read, keep, data = word(0), word(3), word(1)
+    builder.call(function, [address, read, keep, data])
 
 
 def _splat(builder: Any, value: Any) -> Any:
@@ -77,6 +87,7 @@ def _panel(
         builder.position_at_end(loop)
         k, sums = builder.phi(_LONG), [builder.phi(_FLOATS) for _ in range(n)]
         offset = builder.mul(k, _LONG(PANEL * _BYTES[kind_value]))
+        _prefetch(builder, builder.gep(weights, [builder.add(offset, _LONG(_AHEAD))]))
         columns = _load(builder, builder.gep(weights, [offset]), kind_value)
         results = []
         for row, total in enumerate(sums):
@@ -102,18 +113,23 @@ def multiply(kind, add, x, stride, w, count, out, out_stride, rows):
     """One panel for any number of rows; `kind` and `add` (0, or 1: onto what `out` holds) are literals."""
     literally(kind)
     literally(add)
-    while rows >= 6:
-        _panel(6, kind, add, x, stride, w, count, out, out_stride)
-        x += 24 * stride  # 6 rows of 4 bytes
-        out += 24 * out_stride
-        rows -= 6
-    if rows == 1:
-        _panel(1, kind, add, x, stride, w, count, out, out_stride)
-    elif rows == 2:
-        _panel(2, kind, add, x, stride, w, count, out, out_stride)
-    elif rows == 3:
-        _panel(3, kind, add, x, stride, w, count, out, out_stride)
-    elif rows == 4:
-        _panel(4, kind, add, x, stride, w, count, out, out_stride)
-    elif rows == 5:
-        _panel(5, kind, add, x, stride, w, count, out, out_stride)
+    tiles = (rows + MAX_ROWS - 1) // MAX_ROWS
+    while tiles > 0:
+        # Tiles as even as can be: one of two rows would leave most of the multipliers waiting for its few sums.
+        height = (rows + tiles - 1) // tiles
+        if height == 6:
+            _panel(6, kind, add, x, stride, w, count, out, out_stride)
+        elif height == 5:
+            _panel(5, kind, add, x, stride, w, count, out, out_stride)
+        elif height == 4:
+            _panel(4, kind, add, x, stride, w, count, out, out_stride)
+        elif height == 3:
+            _panel(3, kind, add, x, stride, w, count, out, out_stride)
+        elif height == 2:
+            _panel(2, kind, add, x, stride, w, count, out, out_stride)
+        else:
+            _panel(1, kind, add, x, stride, w, count, out, out_stride)
+        x += 4 * height * stride
+        out += 4 * height * out_stride
+        rows -= height
+        tiles -= 1

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .norm import square_sum
-from .team import as_float, bits, cpu_jit, floats_at, kernel, take
+from .team import as_float, bits, cpu_jit, empty, floats_at, kernel, take
 
 _PIECE = 4  # tokens that a thread takes at a time
 
@@ -28,7 +28,7 @@ def rotate(
     Returns:
         q and k turned, [H, T, D] and [Hk, T, D], the heads of a token side by side in memory.
     """
-    outs = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q, k)]
+    outs = [empty(x.shape[1], x.shape[0], x.shape[2]) for x in (q, k)]
     pointers = (tensor.data_ptr() for tensor in (q, k, cos, sin, *outs))
     weights = (0, 0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr(), bits(norms[2]))
     _rotate(*pointers, q.shape[1], q.shape[0], k.shape[0], q.shape[2], *q.stride()[:2], *k.stride()[:2], *weights)

@@ -15,16 +15,43 @@ from .panel_cache import PanelCache
 Ints = npt.NDArray[np.int64]
 
 
+MAX_ROWS = 64  # of a step whose plan keeps its place
+
+
+class _Places:
+    """Tensors that stay where they are from one decoding step to the next, so that a program finds them there."""
+
+    def __init__(self, widest: int) -> None:
+        self._widest = widest
+        self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
+        self.shapes: set[tuple[int, int]] = set()  # of layers: heads of K/V, heads of queries
+
+    def put(self, name: object, numbers: Ints) -> torch.Tensor:
+        """A copy of numbers [n] or [n, m], in rows of the widest table's width where they are a table."""
+        shape = (MAX_ROWS, self._widest) if name == "tables" else numbers.shape
+        held = self._tensors.setdefault((name, *shape), torch.empty(0, dtype=torch.int64))
+        if not held.numel():
+            held = self._tensors[(name, *shape)] = torch.empty(shape, dtype=torch.int64)
+        held.numpy()[tuple(slice(size) for size in numbers.shape)] = numbers
+        return held
+
+
 class _Plan:
     """What the kernels must know of a step: where its tokens go, and its tiles for each shape of layer."""
 
-    def __init__(self, batch: AttentionBatch) -> None:
+    def __init__(self, batch: AttentionBatch, places: _Places | None = None) -> None:
         self.batch = batch
-        blocks, places = batch.places()
-        self.blocks, self.places = torch.from_numpy(blocks), torch.from_numpy(places)
-        self.tables = torch.from_numpy(batch.tables())
-        self.longest = int(batch.kv_lens().max())
+        self._places = places
+        blocks, offsets = batch.places()
+        self.blocks, self.places = self._tensor("blocks", blocks), self._tensor("places", offsets)
+        self.tables = self._tensor("tables", batch.tables())
+        self.longest = self._tensor("longest", batch.kv_lens().max(keepdims=True))
         self._tasks: dict[tuple[int, int], torch.Tensor] = {}
+        for shape in places.shapes if places is not None else ():
+            self.tasks(*shape)
+
+    def _tensor(self, name: object, numbers: Ints) -> torch.Tensor:
+        return torch.from_numpy(numbers) if self._places is None else self._places.put(name, numbers)
 
     def tasks(self, heads: int, query_heads: int) -> torch.Tensor:
         """[tasks, 7] int64, see `kernels.cpu.attention.attend`. The longest come first, so that none is left alone at
@@ -38,7 +65,9 @@ class _Plan:
                 for number, chunk in enumerate(self.batch.chunks)
             ]
             tasks = np.concatenate(parts)
-            self._tasks[key] = torch.from_numpy(tasks[np.argsort(-tasks[:, 4], kind="stable")])
+            self._tasks[key] = self._tensor(key, tasks[np.argsort(-tasks[:, 4], kind="stable")])
+            if self._places is not None:
+                self._places.shapes.add(key)
         return self._tasks[key]
 
     def _decoding(self, heads: int, group: int) -> Ints:
@@ -69,6 +98,18 @@ class CpuAttention:
         self.pool: Pool = pool
         self._panels = pool
         self._plan: _Plan | None = None
+        self._places = _Places(pool.num_blocks)
+
+    @staticmethod
+    def decodes(batch: AttentionBatch) -> bool:
+        """Whether the plan of a step lies where that of the last one with as many rows lay: a program can run it."""
+        return not batch.chunks and batch.num_decoding <= MAX_ROWS
+
+    def plan(self, batch: AttentionBatch) -> _Plan:
+        """Make ready for a step."""
+        if self._plan is None or self._plan.batch is not batch:
+            self._plan = _Plan(batch, self._places if self.decodes(batch) else None)
+        return self._plan
 
     def run(
         self,
@@ -80,9 +121,7 @@ class CpuAttention:
         options: ScoreOptions,
         window: int | None,
     ) -> torch.Tensor:
-        if self._plan is None or self._plan.batch is not batch:
-            self._plan = _Plan(batch)
-        plan, panels = self._plan, self._panels
+        plan, panels = self.plan(batch), self._panels
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         keys, values = panels.keys[layer], panels.values[layer]
         store(keys, values, k, v, plan.blocks, plan.places)

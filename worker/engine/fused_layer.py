@@ -18,6 +18,7 @@ from torch import nn
 
 from ...kernels.cpu.linear import linear
 from ...kernels.cpu.norm import rms_norm
+from ...kernels.cpu.panels import PANEL
 from ...kernels.cpu.rotary import rotate
 from .attention import PagedAttention
 from .fuse import CpuRMSNorm
@@ -36,6 +37,9 @@ _NAMES = {
     *("ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation", "eager_attention_forward"),
     *("scaling", "sliding_window", "attention_dropout", "attn_logit_softcapping"),
 }
+
+
+Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def install(model: nn.Module, attention: PagedAttention) -> list[nn.Module]:
@@ -119,19 +123,34 @@ class FusedLayer:
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [1, T, width] float32 → the same."""
-        embeddings = kwargs.get("position_embeddings")
-        if embeddings is None or embeddings[0].shape[-1] != self._head_dim or args or any(self._hooks):
+        embeddings = self.angles(args, kwargs)
+        if embeddings is None:
             return type(self._layer).forward(self._layer, hidden_states, *args, **kwargs)
-        x = hidden_states[0].contiguous()
-        x = self._join(self._attend(_normed(x, self._norm_1), embeddings), self._o, x, self._after_attention)
-        x = self._join(self._mlp.hidden(_normed(x, self._norm_2)), self._down, x, self._after_mlp)
-        return x[None]
+        return self.compute(hidden_states[0].contiguous(), embeddings)[None]
 
-    def _attend(self, x: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def angles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Angles | None:
+        """The cosines and sines [1, T, head_dim] of a call, or None where the layer's own forward must take it."""
+        embeddings: Angles | None = kwargs.get("position_embeddings")
+        if embeddings is None or embeddings[0].shape[-1] != self._head_dim or args or any(self._hooks):
+            return None
+        return embeddings
+
+    def compute(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """x [T, width] float32, contiguous → the same."""
+        x = self._join(self._attend(_normed(x, self._norm_1), angles), self._o, x, self._after_attention)
+        return self._join(self._mlp.hidden(_normed(x, self._norm_2)), self._down, x, self._after_mlp)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no output of its products is cut to size, which would take a copy between two launches."""
+        products = self._qkv.out_features, self._mlp.gate_proj.out_features
+        return not any(width % PANEL for width in products)
+
+    def _attend(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         qkv, size = _product(x, self._qkv), self._head_dim
         by_head = qkv.view(qkv.shape[0], -1, size).transpose(0, 1)
         heads, stop = self._heads, self._heads + self._kv_heads
-        cos, sin = embeddings
+        cos, sin = angles
         q, k = rotate(by_head[:heads], by_head[heads:stop], cos[0], sin[0], self._head_norms)
         options, window = self._attention.options[self._index]
         out = self._attention.run(self._index, q, k, by_head[stop:], options, window)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
-from . import fused_layer, rope, trial
+from . import fused_layer, fused_stack, rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
 from .fuse import fuse_norms
@@ -154,9 +154,24 @@ def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], bool
     except (trial.Mismatch, *MODEL_ERRORS) as e:
         log.info("%s keeps its layers' own forward: fused, it %s", type(model).__name__, one_line(e))
         fused_layer.remove(fused)
-    else:
-        log.info("%s: %d layers fused", type(model).__name__, len(fused))
-    return invariant
+        return invariant
+    log.info("%s: %d layers fused", type(model).__name__, len(fused))
+    return _stack_layers(fused, attention, prove, invariant)
+
+
+def _stack_layers(
+    layers: list[nn.Module], attention: PagedAttention, prove: Callable[[], bool], invariant: bool
+) -> bool:
+    """Let fused layers decode as one program where the model then still computes the same."""
+    stack = fused_stack.install(layers, attention)
+    if stack is None:
+        return invariant
+    try:
+        return prove()
+    except (trial.Mismatch, *MODEL_ERRORS) as e:
+        log.info("the layers keep their own launches: in one program, the model %s", one_line(e))
+        fused_stack.remove(layers, stack)
+        return invariant
 
 
 def one_line(error: BaseException) -> str:

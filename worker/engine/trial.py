@@ -35,8 +35,12 @@ _BLOCK_SIZE = 16
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 # Steps as (sequence, start, end): a chunk beside a whole prompt, a chunk over cached tokens beside a decode, decodes.
-_STEPS = (((0, 0, 13), (1, 0, 5)), ((0, 13, 26), (1, 5, 6)), ((0, 26, 27), (1, 6, 7)))
-_LENGTHS = (27, 7)
+_STEPS = (
+    ((0, 0, 13), (1, 0, 5)),
+    ((0, 13, 26), (1, 5, 6)),
+    *(((0, 26 + n, 27 + n), (1, 6 + n, 7 + n)) for n in range(3)),  # a program is recorded at the first, and runs on
+)
+_LENGTHS = (29, 9)
 
 
 class Mismatch(Exception):
