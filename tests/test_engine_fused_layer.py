@@ -29,7 +29,7 @@ def load(folder: Path) -> LoadedModel:
 
 
 def fused_layers(loaded: LoadedModel) -> list[fused_layer.FusedLayer]:
-    found = [vars(module).get("forward") for module in loaded.model.modules()]
+    found: list[Any] = [vars(module).get("forward") for module in loaded.model.modules()]
     stacked = [partial.func.layers[partial.args[0]] for partial in found if hasattr(partial, "func")]
     return stacked or [forward for forward in found if isinstance(forward, fused_layer.FusedLayer)]
 

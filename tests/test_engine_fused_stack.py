@@ -20,7 +20,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that ran, in order."""
     ran: list[Program] = []
     run = Program.run
-    monkeypatch.setattr(Program, "run", lambda program: (ran.append(program), run(program))[1])
+
+    def noted(program: Program) -> None:
+        ran.append(program)
+        run(program)
+
+    monkeypatch.setattr(Program, "run", noted)
     return ran
 
 
@@ -28,6 +33,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 def folder(tmp_path: Path) -> Path:
     architectures.build(tmp_path, "llama")
     return tmp_path
+
+
+def decoder_layers(engine: TransformersEngine) -> list[Any]:
+    return [module for module in engine._stepper.runner._model.modules() if hasattr(module, "self_attn")]
 
 
 def without_programs(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -62,7 +71,7 @@ def test_steps_that_only_decode_run_as_programs_and_give_the_same_bits(
 
 def test_hooks_and_chunks_run_layer_by_layer(folder: Path, runs: list[Program]) -> None:
     engine = engines.tiny_engine(folder, block_size=16)
-    layers = [module for module in engine._runner._model.modules() if hasattr(module, "self_attn")]
+    layers = decoder_layers(engine)
     runs.clear()
     hook = layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: out)
     prompt = engines.random_prompts((30,), high=200)
@@ -89,7 +98,7 @@ def test_more_rows_than_a_program_takes(folder: Path, runs: list[Program], monke
 
 def test_a_layer_that_cannot_wait_has_those_before_it_catch_up(folder: Path, runs: list[Program]) -> None:
     engine = engines.tiny_engine(folder, block_size=16)
-    layers = [module for module in engine._runner._model.modules() if hasattr(module, "self_attn")]
+    layers = decoder_layers(engine)
     stack = layers[0].forward.func
     assert isinstance(stack, fused_stack.FusedStack)
     prompt = engines.random_prompts((30,), high=200)

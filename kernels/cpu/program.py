@@ -80,8 +80,8 @@ class Program:
         width = 1 + max(len(arguments) for _, arguments in self._launches)
         self._entries = np.array([entry for entry, _ in self._launches], dtype=np.int64)
         self._code = np.zeros((len(self._launches), width), dtype=np.int64)
-        for words, (_, arguments) in zip(self._code, self._launches, strict=True):
-            words[1 : 1 + len(arguments)] = arguments
+        for number, (_, arguments) in enumerate(self._launches):
+            self._code[number, 1 : 1 + len(arguments)] = arguments
         self._words = np.array(
             [0, self._entries.ctypes.data, self._code.ctypes.data, len(self._launches), 8 * width,
              team.TEAM_SIZE, _YIELD], dtype=np.int64,
