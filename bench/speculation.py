@@ -58,8 +58,8 @@ def main() -> None:
             texts = [prompt.format(ANIMALS[i % len(ANIMALS)]) for i in range(concurrency)]
             ids = [tuple(tokenizer.encode(text).ids) for text in texts]
             jobs = [GenerateJob(str(i), "m", "m", "", one, sampling) for i, one in enumerate(ids)]
-            scheduler = guessing._scheduler
-            drafted, accepted = scheduler.drafted, scheduler.accepted
+            speculation = guessing._scheduler.speculation
+            drafted, accepted = speculation.drafted, speculation.accepted
             (alone, cpu, steps, expected), (guessed, less, fewer, out) = run(plain, jobs), run(guessing, jobs)
             made = args.output * concurrency
             report = {
@@ -68,7 +68,7 @@ def main() -> None:
                 "tokens_per_s": [round(made / alone, 1), round(made / guessed, 1)],
                 "cpu_s": [round(cpu, 1), round(less, 1)],
                 "steps": [steps, fewer],
-                "came_true": round((scheduler.accepted - accepted) / max(scheduler.drafted - drafted, 1), 2),
+                "came_true": round((speculation.accepted - accepted) / max(speculation.drafted - drafted, 1), 2),
                 "same_tokens": out == expected,
             }
             print(json.dumps(report), flush=True)

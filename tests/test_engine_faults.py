@@ -74,6 +74,67 @@ def test_an_exception_in_a_step_is_charged_to_the_guilty(
         assert out[rid].token_ids == engines.reference(folder, prompt, 8)[0]
 
 
+def test_a_device_that_is_full_is_not_lost(
+    folder: Path, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory costs the sequence that asked for it, though not one byte is free to ask the device with."""
+    forward, ones = ModelRunner.run, torch.ones
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def fails_for_bad(self: ModelRunner, slices: list[Slice]) -> Any:
+        bad = any(piece.sequence.rid == "bad" for piece in slices)
+        monkeypatch.setattr(torch, "ones", full if bad else ones)
+        return full() if bad else forward(self, slices)
+
+    monkeypatch.setattr(ModelRunner, "run", fails_for_bad)
+    prompts = engines.random_prompts((4, 5))
+    out = engines.run(engine, [engines.job("bad", prompts[0]), engines.job("a", prompts[1])])
+    assert out["bad"].finish is not None
+    assert out["bad"].finish.type == "error"
+    assert out["a"].token_ids == engines.reference(folder, prompts[1], 8)[0]
+
+
+def test_a_device_that_computes_nothing_more_ends_the_process(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine.add(engines.job("a", range(5, 9)))
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "run", broken)
+        patched.setattr(torch, "ones", broken)
+        with pytest.raises(EngineError, match="cpu is lost"):
+            engine.step()
+    engine.abort("a")
+
+
+def test_blocks_that_could_not_be_cleared_are_cleared_before_the_next_forward(
+    folder: Path, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, fails = ModelRunner.zero, iter([True, True])
+
+    def full_at_first(self: ModelRunner, blocks: list[int]) -> None:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        zero(self, blocks)
+
+    engine.add(engines.job("aborted", range(5, 40)))
+    engine.step()
+    engine.abort("aborted")
+    dirty = engine._scheduler.blocks.dirty
+    assert dirty
+    monkeypatch.setattr(ModelRunner, "zero", full_at_first)
+    prompts = engines.random_prompts((4, 5))
+    out = engines.run(engine, [engines.job(str(i), prompt, max_new_tokens=3) for i, prompt in enumerate(prompts)])
+    failed = [rid for rid, each in out.items() if each.finish is not None and each.finish.type == "error"]
+    assert failed == ["0"], "the first half, which is tried again while memory is full"
+    assert out["1"].token_ids == engines.reference(folder, prompts[1], 3)[0]
+    assert not dirty
+
+
 def test_abort_frees_at_once_and_knows_no_strangers(engine: TransformersEngine) -> None:
     engine.add(engines.job("a", range(5, 40)))
     engine.add(engines.job("b", range(5, 9)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from headrace.shared.errors import Conflict, InvalidRequest, NotFound
+from headrace.shared.errors import Conflict, InvalidRequest, NotFound, RequestError, Unavailable
 from headrace.shared.messages import GenerateJob
 from headrace.worker.engine.adapter import Adapter, Factors
 from headrace.worker.engine.engine import TransformersEngine
@@ -258,6 +258,20 @@ def test_files_that_may_not_be_read_are_no_outage_of_redis(
     monkeypatch.setattr(Path, "read_bytes", denied)
     with pytest.raises(InvalidRequest, match="its files cannot be read: Permission denied"):
         engine.read_lora("attention", str(folders.adapters["attention"]))
+
+
+def test_an_adapter_that_memory_has_no_room_for_is_refused_and_serving_goes_on(
+    folders: Folders, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Factors:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Factors, "on", full)
+    with pytest.raises(Unavailable, match="memory does not suffice for adapter 'big'") as refusal:
+        engine.read_lora("big", str(folders.adapters["attention"]))
+    assert isinstance(refusal.value, RequestError), "which is an answer to the request that asked for it"
+    assert engine.loras() == {}
+    assert run(engine, [job("a", PROMPTS[0])])["a"].finish is not None
 
 
 def test_a_linear_that_sees_some_rows_fails_its_step_and_not_the_worker(folders: Folders) -> None:

@@ -139,7 +139,7 @@ def test_a_place_that_was_written_for_nothing_is_cleared_before_it_is_read(
     ahead.add(engines.job("b", PROMPTS[2]))
     while "s" in ahead.running():
         ahead.step()
-    (block,) = ahead._scheduler.blocks._dirty  # the prompt of 4 and 4 tokens, and the one after its stop
+    (block,) = ahead._scheduler.blocks.dirty  # the prompt of 4 and 4 tokens, and the one after its stop
     pool = ahead._stepper.runner._cache
     assert any(keys[block].any() for keys in pool.keys)  # type: ignore[attr-defined]
     ahead.step()
@@ -265,7 +265,7 @@ def test_speculation_goes_before_overlap(folder: Path, plain: TransformersEngine
     circle = engines.job("c", [7, 8, 9] * 6, max_new_tokens=24)
     jobs = [circle, *mixed()[:3]]
     assert said(engines.run(guessing, jobs)) == said(engines.run(plain, jobs))
-    assert guessing._scheduler.drafted > 0
+    assert guessing._scheduler.speculation.drafted > 0
     guessing.close()
 
 

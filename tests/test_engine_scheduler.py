@@ -34,8 +34,7 @@ def test_allocator_gives_all_but_the_null_block_and_takes_them_back() -> None:
     with pytest.raises(OutOfBlocks, match="1 blocks asked for, 0 of 4 free"):
         pool.allocate(1)
     pool.free(taken[:2], dirty=True)
-    assert sorted(pool.take_dirty()) == taken[:2]
-    assert pool.take_dirty() == []
+    assert sorted(pool.dirty) == taken[:2]
     pool.check_integrity([taken[2:]])
     with pytest.raises(AssertionError, match="nobody owns"):
         pool.free(taken[:1])

@@ -69,7 +69,8 @@ class BlockMachine(RuleBasedStateMachine):
         table, keys = self.tables.pop(which % len(self.tables)), self.keys.pop(which % (len(self.tables) + 1))
         self.pool.free(table, keys=keys[:known], dirty=dirty)
         named = {self.pool.find(key) for key in keys}
-        assert not named & set(self.pool.take_dirty()), "a block that can be found is zeroed"
+        assert not named & set(self.pool.dirty), "a block that can be found is zeroed"
+        self.pool.dirty.clear()
 
     @rule()
     def forget(self) -> None:
@@ -172,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def one_step(self) -> None:
         bad = [rid for rid in self.scheduler.rids() if rid.startswith("bad")]
-        known = [s.block_keys for s in self.scheduler._by_rid.values()]
+        known = [s.block_keys for s in (*self.scheduler.running, *self.scheduler._waiting)]
         self.model.step(failing=bad)
         for keys in known:
             self.parents.update(zip(keys[1:], keys, strict=False))

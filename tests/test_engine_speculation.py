@@ -97,10 +97,10 @@ def test_output_equals_that_without_guesses(plain: TransformersEngine, guessing:
         assert [one.logprob for one in out[rid].logprobs] == pytest.approx(
             [one.logprob for one in generation.logprobs], abs=1e-3
         )
-    scheduler = guessing._scheduler
-    assert 5 < scheduler.accepted <= scheduler.drafted
+    speculation = guessing._scheduler.speculation
+    assert 5 < speculation.accepted <= speculation.drafted
     assert sum(generation.steps for generation in out.values()) < sum(g.steps for g in expected.values())
-    assert scheduler.blocks.num_free == scheduler.blocks.usable
+    assert guessing._scheduler.blocks.num_free == guessing._scheduler.blocks.usable
 
 
 def test_a_stop_among_accepted_guesses_ends_the_output_there(
@@ -113,7 +113,7 @@ def test_a_stop_among_accepted_guesses_ends_the_output_there(
     for one in batch:
         assert out[one.rid].token_ids == expected[one.rid].token_ids
         assert out[one.rid].finish == expected[one.rid].finish
-    assert guessing._scheduler.accepted > 0
+    assert guessing._scheduler.speculation.accepted > 0
 
 
 def test_guesses_are_checked_though_blocks_are_few_and_cached(plain: TransformersEngine, folder: Path) -> None:
@@ -124,7 +124,7 @@ def test_guesses_are_checked_though_blocks_are_few_and_cached(plain: Transformer
         out = engines.run(guessing, batch)
         assert [out[one.rid].token_ids for one in batch] == [expected[one.rid].token_ids for one in batch]
     assert guessing._scheduler.preemptions > 0
-    assert guessing._scheduler.accepted > 0
+    assert guessing._scheduler.speculation.accepted > 0
 
 
 def test_logits_of_a_guess_that_are_not_finite_cost_the_sequence_its_blocks_and_no_token(
@@ -149,4 +149,4 @@ def test_logits_of_a_guess_that_are_not_finite_cost_the_sequence_its_blocks_and_
 def test_speculation_is_off_where_every_token_is_computed_alone(folder: Path) -> None:
     engine = engines.tiny_engine(folder, speculate=MOST, deterministic=True)
     engines.run(engine, [job("a", max_new_tokens=9)])
-    assert engine._scheduler.drafted == 0
+    assert engine._scheduler.speculation.drafted == 0

@@ -76,7 +76,7 @@ class PoolAdapters:
             What serves it under `name` and says its content id; called between two steps.
 
         Raises:
-            InvalidRequest, Conflict: it cannot be served.
+            InvalidRequest, Conflict, Unavailable: it cannot be served.
         """
         registered = self._models.card(name)
         if name == self._engine.card.name or (registered is not None and not registered.lora):

@@ -78,6 +78,7 @@ class Engine(Protocol):
         Raises:
             InvalidRequest: it is not this model's, or cannot be read.
             Conflict: no more may be loaded.
+            Unavailable: memory does not suffice for it.
         """
         ...
 

@@ -59,8 +59,10 @@ class SimulatedModel:
         """Plan a step and run it. The logits of `failing` sequences are not finite, nor is the K/V they write."""
         slices = self.scheduler.schedule()
         self._assert_sound(slices)
-        for block in self.scheduler.blocks.take_dirty():
+        dirty = self.scheduler.blocks.dirty
+        for block in dirty:
             self._pool[block] = self._empty.copy()
+        dirty.clear()
         for piece in slices:
             piece.sequence.writing = piece
             self._write(piece, piece.sequence.rid in failing)

@@ -37,7 +37,7 @@ class BlockAllocator:
         self.evictions = 0  # named blocks given away since the start
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._owners = [0] * num_blocks
-        self._dirty: list[int] = []
+        self.dirty: list[int] = []  # must be zeroed before the next forward
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -102,7 +102,7 @@ class BlockAllocator:
         Args:
             keys: what the first blocks of the table hold, as far as it is known.
             dirty: whether the others may hold NaN, which a later owner's masked positions would spread
-                (0 * NaN is NaN): they must be zeroed before the next forward, see `take_dirty`.
+                (0 * NaN is NaN): they are noted in `dirty`.
         """
         # The last first: of one prefix, the longer part is always given away before what it builds upon.
         for index in range(len(blocks) - 1, -1, -1):
@@ -118,14 +118,9 @@ class BlockAllocator:
                 self._free.move_to_end(block, last=False)  # the warmest again
                 if index >= len(keys):
                     if dirty:
-                        self._dirty.append(block)
+                        self.dirty.append(block)
                 elif (twin := self._by_key[keys[index]]) in self._free:
                     self._free.move_to_end(twin)
-
-    def take_dirty(self) -> list[int]:
-        """Blocks to be zeroed now; each is told once."""
-        dirty, self._dirty = self._dirty, []
-        return dirty
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert that each block has as many owners as `tables` it stands in, and is free where it has none."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from ...shared.messages import ModelCard
 from ..settings import WorkerSettings
 from .attention import AttentionBackend
@@ -54,6 +56,12 @@ def build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tup
         record = _recorder(card, loaded, max_running, settings.block_size)
     adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device)
     return scheduler, ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=alone, record=record)
+
+
+def overlaps(settings: WorkerSettings, device: torch.device) -> bool:
+    """Whether steps are planned ahead: guesses would need tokens that nobody knows yet."""
+    wanted = settings.overlap == "on" or (settings.overlap == "auto" and device.type != "cpu")
+    return wanted and not settings.speculate
 
 
 def _pool(

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from ...shared.errors import EngineError
+from ...shared.errors import EngineError, Unavailable
 from ...shared.messages import GenerateJob
 from ..card import load_card, resolve_model
 from ..interface import StepOutput
 from ..meter import Meter
 from ..settings import WorkerSettings
 from .adapter import read_adapter
-from .build import build
+from .build import build, overlaps
 from .grammar import Grammar, Grammars
 from .intake import Intake
 from .loader import load_model, resolve_device, resolve_dtype
@@ -74,10 +74,8 @@ class TransformersEngine:
             self._meter,
             vocab_size=self.card.vocab_size,
         )
-        overlap = settings.overlap == "on" or (settings.overlap == "auto" and loaded.device.type != "cpu")
-        self._pipeline = Pipeline(
-            self._scheduler, self._stepper, self._meter, overlap=overlap and not settings.speculate
-        )
+        overlap = overlaps(settings, loaded.device)
+        self._pipeline = Pipeline(self._scheduler, self._stepper, self._meter, overlap=overlap)
         self._profiler = Profiler(settings.profile_dir, self.card.name)
         self._ended: list[StepOutput] = []  # sequences that had nothing left to do when they were added
 
@@ -127,7 +125,10 @@ class TransformersEngine:
 
     def read_lora(self, name: str, folder: str) -> Callable[[], str]:
         self._adapters.check_room(name)
-        adapter = self._read_adapter(Path(folder))
+        try:
+            adapter = self._read_adapter(Path(folder))
+        except torch.OutOfMemoryError as e:
+            raise Unavailable(f"the worker's memory does not suffice for adapter '{name}'; unload another") from e
 
         def use() -> str:
             self._adapters.add(name, adapter)
@@ -161,8 +162,8 @@ class TransformersEngine:
             "prefix_queried_tokens": cache.queried_tokens,
             "prefix_hit_tokens": cache.hit_tokens,
             "preemptions": scheduler.preemptions,
-            "draft_tokens": scheduler.drafted,
-            "accepted_tokens": scheduler.accepted,
+            "draft_tokens": scheduler.speculation.drafted,
+            "accepted_tokens": scheduler.speculation.accepted,
             **{f"{phase}_seconds": seconds for phase, seconds in self._meter.seconds.items()},
         }
 

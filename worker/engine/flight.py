@@ -10,7 +10,9 @@ step 7, and arrive here by a copy that is waited for when step 7 runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,8 @@ import torch
 
 from .plan import Slice
 from .sampler import Sample
-from .sequence import Sequence
+from .scheduler import Scheduler
+from .sequence import FUTURE, Sequence
 from .transfers import Download, upload
 
 
@@ -49,6 +52,21 @@ class Flight:
 
     def future_tokens(self) -> FutureTokens:
         return FutureTokens(self.tokens, [piece.sequence for piece in self.sampled])
+
+
+@contextmanager
+def ahead_of(flight: Flight, scheduler: Scheduler) -> Iterator[None]:
+    """Within it plans are made as if the flight had landed: FUTURE stands for each token that it draws."""
+    going_on = [piece.sequence for piece in flight.sampled if piece.sequence.running]
+    for piece in flight.slices:
+        scheduler.commit(piece)
+    for sequence in going_on:
+        sequence.token_ids.append(FUTURE)
+    try:
+        yield
+    finally:
+        for sequence in going_on:
+            sequence.token_ids.pop()
 
 
 class FutureTokens:

@@ -14,7 +14,7 @@ import logging
 
 from ..interface import StepOutput
 from ..meter import Meter
-from .flight import Flight
+from .flight import Flight, ahead_of
 from .plan import Slice
 from .scheduler import Scheduler
 from .stepper import STEP_ERRORS, Stepper
@@ -66,7 +66,7 @@ class Pipeline:
 
     def _launch_after(self, flight: Flight) -> Flight | None:
         """Launch the step after `flight`, whose tokens only the device knows."""
-        with self._scheduler.ahead_of(flight.slices):
+        with ahead_of(flight, self._scheduler):
             return self._launch(self._plan(), flight)
 
     def _plan(self) -> list[Slice]:

@@ -143,9 +143,16 @@ class ModelRunner:
         return ModelRunner(model, attention, backend, self.adapters, alone=self._alone, record=self._record)
 
     def check_device(self) -> None:
-        """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory."""
+        """Raises EngineError where the device computes nothing any more, as a GPU after a fault of its memory.
+
+        A device whose memory is full answers, too; what torch keeps of it unused is given back.
+        """
         try:
+            if self._cache.device.type == "cuda":
+                torch.cuda.empty_cache()
             torch.ones(1, device=self._cache.device).sum().item()
+        except torch.OutOfMemoryError:
+            log.warning("%s is full", self._cache.device)
         except RuntimeError as e:
             raise EngineError(f"{self._cache.device} is lost: {e}") from e
 

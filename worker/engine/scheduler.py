@@ -14,17 +14,13 @@ and a sequence that was not let for `ageing` steps goes up a lane.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
 from .admission import Admission
 from .blocks import BlockAllocator
-from .lanes import age, by_order, first_order, yields
 from .plan import Plan, Slice
 from .prefix import PrefixCache
-from .sequence import FUTURE, Sequence
-from .speculation import Drafter
+from .roster import Roster, yields
+from .sequence import Sequence
+from .speculation import Drafter, Speculation
 
 # Prompt tokens that are admitted and not computed yet, in steps: beyond them another worker would be sooner.
 _BACKLOG = 4
@@ -62,30 +58,26 @@ class Scheduler:
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.fixed_chunks = fixed_chunks
-        self.speculate = 0 if fixed_chunks else speculate
-        self.ageing = ageing
+        self.speculation = Speculation(0 if fixed_chunks else speculate)
         self.preemptions = 0  # since the start
-        self.drafted = 0  # guessed tokens that were computed, since the start
-        self.accepted = 0  # those of them that came true
-        self.running: list[Sequence] = []  # in order
+        self._roster = Roster(ageing)
+        self.running, self._waiting = self._roster.running, self._roster.waiting
         self._admission = Admission(blocks, self.running, max_running)
-        self._waiting: list[Sequence] = []  # in order
-        self._by_rid: dict[str, Sequence] = {}
         self._stalled = False  # whether the last plan left a sequence waiting, for want of blocks, slots or budget
         self._backlog = 0  # tokens that the last plan left to prefill
 
     def __len__(self) -> int:
-        return len(self._by_rid)
+        return len(self._roster)
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._by_rid
+        return rid in self._roster
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence runs or waits here, and not another one under its rid."""
-        return self._by_rid.get(sequence.rid) is sequence
+        return self._roster.get(sequence.rid) is sequence
 
     def rids(self) -> list[str]:
-        return list(self._by_rid)
+        return self._roster.rids()
 
     def free_slots(self) -> int:
         """How many more sequences may come. None while some wait here: what is still in the queue is chosen there,
@@ -95,21 +87,18 @@ class Scheduler:
         return max(self.max_running - len(self), 0)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.order = first_order(sequence)
-        self._by_rid[sequence.rid] = sequence
-        insort(self._waiting, sequence, key=by_order)
+        self._roster.add(sequence)
 
     def remove(self, rid: str) -> Sequence | None:
         """Forget a sequence, finished or aborted, and free its blocks."""
-        sequence = self._by_rid.pop(rid, None)
+        sequence = self._roster.get(rid)
         if sequence is None:
             return None
         if sequence.running:
-            self._stop(sequence)
+            self.cache.release(sequence)
             if sequence.finish() is not None:
                 self._admission.expected.ended(sequence)
-        else:
-            self._waiting.remove(sequence)
+        self._roster.remove(sequence)
         self._stalled = self._stalled and bool(self._waiting)
         return sequence
 
@@ -121,29 +110,11 @@ class Scheduler:
         self._plan_running(plan)
         if self._waiting and self.preemptions == preemptions:
             self._admit(plan)
-        self._age(self._waiting)
+        self._roster.age(self._waiting)
         self._stalled = bool(self._waiting)
-        if self.speculate:
+        if self.speculation.most:
             self._draft(plan)
         return plan.slices()
-
-    @contextmanager
-    def ahead_of(self, slices: Iterable[Slice]) -> Iterator[None]:
-        """Within it plans are made as if `slices`, which the device computes, were done: FUTURE stands for each token
-        that they sample."""
-        futures = []
-        for piece in slices:
-            if piece.sequence.running:
-                if piece.num_sampled:
-                    futures.append(piece.sequence)
-                self.commit(piece)
-        for sequence in futures:
-            sequence.token_ids.append(FUTURE)
-        try:
-            yield
-        finally:
-            for sequence in futures:
-                sequence.token_ids.pop()
 
     def commit(self, piece: Slice) -> None:
         """Note that a slice was computed; its guesses do not count before `verify`. One that has lost its blocks since
@@ -168,13 +139,10 @@ class Scheduler:
         if sequence.writing is piece:  # else a step that was launched since writes behind it
             sequence.writing = None
         if piece.draft:
-            self.drafted += len(piece.draft)
-            self.accepted += accepted
+            self.speculation.learn(piece, accepted)
             surplus = self.blocks.blocks_for(sequence.num_computed)
             self.blocks.free(sequence.block_table[surplus:])
             del sequence.block_table[surplus:]
-            if sequence.drafter is not None:
-                sequence.drafter.learn(len(piece.draft), accepted, len(sequence.token_ids))
         self.cache.register(sequence)
 
     def start_again(self, sequence: Sequence) -> None:
@@ -185,10 +153,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that no block, sequence or slot is lost."""
-        assert all(not sequence.block_table for sequence in self._waiting), "a waiting sequence owns blocks"
         assert len(self.running) <= self.max_running, "more sequences run than there are slots"
-        held = sorted(sequence.rid for sequence in (*self._waiting, *self.running))
-        assert held == sorted(self._by_rid), "a sequence is lost, or stands in two places"
+        self._roster.check_integrity()
         self.blocks.check_integrity(sequence.block_table for sequence in self.running)
         self.cache.check_integrity(self.running)
 
@@ -214,7 +180,7 @@ class Scheduler:
             elif sequence.running and self._reserve(sequence, length, plan):
                 plan.take(sequence, length)
             self._backlog += sequence.num_pending - length
-        self._age(held_up)
+        self._roster.age(held_up)
 
     def _admit(self, plan: Plan) -> None:
         """Start what waits, in order. Nobody overtakes: what does not fit now would otherwise wait for ever."""
@@ -233,21 +199,15 @@ class Scheduler:
         for sequence, length in plan.lengths.items():
             if plan.budget <= 0:
                 return
-            if length != sequence.num_pending or length > 1:
-                continue
-            if sequence.drafter is None:
-                sequence.drafter = Drafter(self.speculate)
-            room = (len(sequence.block_table) + self.blocks.num_free) * self.blocks.block_size
-            most = min(plan.budget, sequence.tokens_left - 1, room - len(sequence.token_ids))
-            draft = sequence.drafter.draft(sequence.token_ids, most)
-            if draft:
-                self._reserve(sequence, 1 + len(draft), plan)
-                plan.guess(sequence, draft)
+            if length == sequence.num_pending == 1:
+                room = (len(sequence.block_table) + self.blocks.num_free) * self.blocks.block_size
+                draft = self.speculation.draft(sequence, min(plan.budget, room - len(sequence.token_ids)))
+                if draft:
+                    self._reserve(sequence, 1 + len(draft), plan)
+                    plan.guess(sequence, draft)
 
     def _start(self, sequence: Sequence, hits: list[int], length: int, plan: Plan) -> None:
-        self._waiting.remove(sequence)
-        insort(self.running, sequence, key=by_order)
-        sequence.running = True
+        self._roster.start(sequence)
         self.cache.admit(sequence, hits)
         self._reserve(sequence, length, plan)
         plan.take(sequence, length)
@@ -296,16 +256,5 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         self.preemptions += 1
         plan.drop(sequence)
-        self._stop(sequence)
-        insort(self._waiting, sequence, key=by_order)
-
-    def _stop(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        sequence.running = False
         self.cache.release(sequence)
-
-    def _age(self, sequences: Iterable[Sequence]) -> None:
-        """Count a step of waiting; who has waited long goes up a lane."""
-        if age(sequences, self.ageing):
-            self.running.sort(key=by_order)
-            self._waiting.sort(key=by_order)
+        self._roster.send_back(sequence)

@@ -9,6 +9,9 @@ arithmetic, and the tokens are those of a run without guesses.
 
 from __future__ import annotations
 
+from .plan import Slice
+from .sequence import Sequence
+
 _LONGEST, _SHORTEST = 4, 2  # tokens of a suffix that is looked for, the longest first
 _PATIENCE = 2  # guesses in a row of which nothing was right, before a sequence takes a rest
 _REST, _LONGEST_REST = 8, 256  # tokens; twice as long each time
@@ -65,3 +68,29 @@ class Drafter:
             for size in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._after[tuple(ids[end - size : end])] = end
         self._indexed = len(ids)
+
+
+class Speculation:
+    """What all sequences guess, and how much of it comes true.
+
+    Args:
+        most: tokens of one guess; 0: nothing is guessed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.drafted = 0  # guessed tokens that were computed, since the start
+        self.accepted = 0  # those of them that came true
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow, and no more than it may write before its last."""
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(self.most)
+        return sequence.drafter.draft(sequence.token_ids, min(most, sequence.tokens_left - 1))
+
+    def learn(self, piece: Slice, accepted: int) -> None:
+        """The first `accepted` of a slice's guesses are tokens of its sequence now."""
+        self.drafted += len(piece.draft)
+        self.accepted += accepted
+        if piece.sequence.drafter is not None:
+            piece.sequence.drafter.learn(len(piece.draft), accepted, len(piece.sequence.token_ids))

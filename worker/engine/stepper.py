@@ -136,8 +136,9 @@ class Stepper:
 
     def _begin(self, slices: list[Slice]) -> None:
         """Clear blocks that were given back with K/V that may not be finite; say who writes to blocks now."""
-        dirty = self._scheduler.blocks.take_dirty()
-        if dirty:
-            self.runner.zero(dirty)
+        blocks = self._scheduler.blocks
+        if blocks.dirty:
+            self.runner.zero(blocks.dirty)
+            blocks.dirty.clear()  # not before: where it fails they are still to be cleared
         for piece in slices:
             piece.sequence.writing = piece
