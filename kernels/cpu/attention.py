@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .exponential import exp, tanh
-from .panels import FLOAT32, PANEL, multiply
+from .panels import FLOAT32, PANEL, multiply, multiply_two
 from .team import address, as_float, bits, cpu_jit, empty, floats_at, integers_at, kernel, take
 
 BLOCK_SIZE = PANEL  # tokens of a block: a panel
@@ -123,9 +123,13 @@ def attend(
 
 @cpu_jit
 def _scores(q, q_stride, rows, keys, table, first, last, heads, head, key_dim, scores, width):
-    for block in range(first, last):
-        panel = keys + 4 * (table[block] * heads + head) * key_dim * PANEL
-        cells = scores + 4 * (block - first) * PANEL
+    size, cells, block = 4 * key_dim * PANEL, scores, first
+    while block + 1 < last:
+        panels = keys + (table[block] * heads + head) * size, keys + (table[block + 1] * heads + head) * size
+        multiply_two(FLOAT32, 0, q, q_stride, panels, key_dim, (cells, cells + 4 * PANEL), (width, width), rows)
+        block, cells = block + 2, cells + 8 * PANEL
+    if block < last:
+        panel = keys + (table[block] * heads + head) * size
         multiply(FLOAT32, 0, q, q_stride, panel, key_dim, cells, width, rows)
 
 
@@ -165,10 +169,14 @@ def _mix(scores, width, rows, values, table, first, last, heads, head, columns, 
         cells[i] = np.float32(0.0)
     for block in range(first, last):
         row = values + 4 * (table[block] * heads + head) * columns * PANEL * PANEL
-        weights = scores + 4 * (block - first) * PANEL
-        for column in range(columns):
-            panel, out = row + 4 * column * PANEL * PANEL, mixed + 4 * column * PANEL
-            multiply(FLOAT32, 1, weights, width, panel, PANEL, out, columns * PANEL, rows)
+        weights, out = scores + 4 * (block - first) * PANEL, mixed
+        size, stride, column = 4 * PANEL * PANEL, columns * PANEL, 0
+        while column + 1 < columns:
+            panels, outs = (row, row + size), (out, out + 4 * PANEL)
+            multiply_two(FLOAT32, 1, weights, width, panels, PANEL, outs, (stride, stride), rows)
+            row, out, column = row + 2 * size, out + 8 * PANEL, column + 2
+        if column < columns:
+            multiply(FLOAT32, 1, weights, width, row, PANEL, out, stride, rows)
 
 
 @cpu_jit
@@ -211,7 +219,7 @@ def _attend(words):
     value_dim, longest = words[11], integers_at(words[12])[0]
     wide, columns = (longest // PANEL + 2) * PANEL, (value_dim + PANEL - 1) // PANEL * PANEL
     scratch = np.empty(TILE * (wide + columns + 1), dtype=np.float32)
-    scores = scratch.ctypes.data
+    scores = np.int64(scratch.ctypes.data)
     mixed = scores + 4 * TILE * wide
     inverses = mixed + 4 * TILE * columns
     while True:

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from .exponential import gelu_tanh, silu
-from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply
+from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply, multiply_two
 from .team import address, cpu_jit, empty, floats_at, kernel, take
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
 SILU, GELU_TANH = 0, 1
-_PIECE = 2  # panels that a thread takes at a time
 _CACHED = 49152  # float32 of x that stay in a core's second-level cache while the panels go by
 
 
@@ -106,6 +105,19 @@ def _product(kind, x, w, inputs, out, width, rows):
 
 
 @cpu_jit
+def _two_products(kind, x, ws, inputs, outs, widths, rows):
+    """Two panels of a kind."""
+    if kind == BFLOAT16:
+        multiply_two(BFLOAT16, 0, x, inputs, ws, inputs, outs, widths, rows)
+    elif kind == FLOAT16:
+        multiply_two(FLOAT16, 0, x, inputs, ws, inputs, outs, widths, rows)
+    elif kind == INT8:
+        multiply_two(INT8, 0, x, inputs, ws, inputs, outs, widths, rows)
+    else:
+        multiply_two(FLOAT32, 0, x, inputs, ws, inputs, outs, widths, rows)
+
+
+@cpu_jit
 def _scale_and_shift(out, width, rows, scales, bias):
     for row in range(rows):
         cells = floats_at(out + 4 * row * width)
@@ -135,16 +147,22 @@ def _linear(words):
     x, w, out, rows, inputs, width = words[1], words[2], words[3], words[4], words[5], words[6]
     bias, scales, kind, size, residual = words[7], words[8], words[9], words[10], words[11]
     panels, block = width // PANEL, _block(inputs)
-    pieces = (panels + _PIECE - 1) // _PIECE
+    pieces = (panels + 1) // 2
     while True:
         piece = take(words)
         if piece >= pieces:
             break
         for row in range(0, rows, block):
             count = min(block, rows - row)
-            for panel in range(piece * _PIECE, min(piece * _PIECE + _PIECE, panels)):
+            panel, here = piece * 2, x + 4 * row * inputs
+            panel_w, cells = w + panel * size, out + 4 * (row * width + panel * PANEL)
+            if panel + 1 < panels:
+                ws, outs = (panel_w, panel_w + size), (cells, cells + 4 * PANEL)
+                _two_products(kind, here, ws, inputs, outs, (width, width), count)
+            else:
+                _product(kind, here, panel_w, inputs, cells, width, count)
+            for panel in range(piece * 2, min(piece * 2 + 2, panels)):
                 cells = out + 4 * (row * width + panel * PANEL)
-                _product(kind, x + 4 * row * inputs, w + panel * size, inputs, cells, width, count)
                 if scales or bias:
                     step = 4 * panel * PANEL
                     _scale_and_shift(cells, width, count, scales + step if scales else 0, bias + step if bias else 0)
@@ -179,7 +197,7 @@ def _gated(words):
     scales, kind, activation = words[7], words[8], words[9]
     panels, size, block = width // PANEL, PANEL * inputs * _bytes(kind), _block(inputs)
     scratch = np.empty(max(min(block, rows), 1) * PANEL, dtype=np.float32)  # an expert may get no row
-    gates = scratch.ctypes.data
+    gates = np.int64(scratch.ctypes.data)  # numba makes a float of a signed and an unsigned number
     pieces = (panels + 1) // 2
     while True:
         piece = take(words)
@@ -189,8 +207,8 @@ def _gated(words):
             count = min(block, rows - row)
             for panel in range(piece * 2, min(piece * 2 + 2, panels)):
                 cells, gate = out + 4 * (row * width + panel * PANEL), w + 2 * panel * size
-                _product(kind, x + 4 * row * inputs, gate, inputs, gates, PANEL, count)
-                _product(kind, x + 4 * row * inputs, gate + size, inputs, cells, width, count)
+                ws, outs = (gate, gate + size), (gates, cells)
+                _two_products(kind, x + 4 * row * inputs, ws, inputs, outs, (PANEL, width), count)
                 if scales:
                     _scale_and_shift(gates, PANEL, count, scales + 4 * 2 * panel * PANEL, 0)
                     _scale_and_shift(cells, width, count, scales + 4 * (2 * panel + 1) * PANEL, 0)

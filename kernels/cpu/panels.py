@@ -20,6 +20,7 @@ from .team import cpu_jit
 
 PANEL = 16  # columns side by side: two registers of AVX2, one of AVX-512
 _AHEAD = 1024  # bytes between what is multiplied and what is fetched: the core's own prefetcher stops at each page
+FEW_ROWS = 3  # two panels of so many have as many sums
 MAX_ROWS = 6  # 12 sums, 2 weights and a broadcast x fill AVX2's 16 registers
 FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3  # kinds of weights
 
@@ -64,48 +65,76 @@ def _row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]
 
 
 @intrinsic(prefer_literal=True)
-def _panel(
-    typing: Any, rows: Any, kind: Any, add: Any, x: Any, stride: Any, w: Any, count: Any, out: Any, out_stride: Any
+def _panels(
+    typing: Any, rows: Any, kind: Any, add: Any, x: Any, stride: Any, count: Any, ws: Any, outs: Any, out_strides: Any
 ) -> Any:
-    """One panel for so many rows. `x`, `w`, `out` are addresses; strides are in float32 elements; count >= 1."""
+    """Some panels for so many rows. `x`, `ws` and `outs` are addresses, the latter tuples of one for each panel;
+    strides are in float32 elements; count >= 1."""
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, kind, add)):
         return None
     n, kind_value, adds = rows.literal_value, kind.literal_value, add.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, stride, w, count, out, out_stride = arguments[3:]
-        signature_of_fma = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, signature_of_fma, f"llvm.fma.v{PANEL}f32")
+        x, stride, count = arguments[3:6]
+        ws, outs, out_strides = (cgutils.unpack_tuple(builder, packed) for packed in arguments[6:])
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{PANEL}f32"
+        )
         x_rows = _row_addresses(builder, x, stride, n)
-        out_rows = [builder.bitcast(row, _FLOATS.as_pointer()) for row in _row_addresses(builder, out, out_stride, n)]
+        targets = [
+            builder.bitcast(row, _FLOATS.as_pointer())
+            for out, out_stride in zip(outs, out_strides, strict=True)
+            for row in _row_addresses(builder, out, out_stride, n)
+        ]
         zero = ir.Constant(_FLOATS, [0.0] * PANEL)
-        starts = [builder.load(row, align=4) if adds else zero for row in out_rows]
-        weights = builder.inttoptr(w, ir.IntType(8).as_pointer())
+        starts = [builder.load(target, align=4) if adds else zero for target in targets]
+        panels = [builder.inttoptr(w, ir.IntType(8).as_pointer()) for w in ws]
         before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
         builder.branch(loop)
 
         builder.position_at_end(loop)
-        k, sums = builder.phi(_LONG), [builder.phi(_FLOATS) for _ in range(n)]
+        k, sums = builder.phi(_LONG), [builder.phi(_FLOATS) for _ in targets]
         offset = builder.mul(k, _LONG(PANEL * _BYTES[kind_value]))
-        _prefetch(builder, builder.gep(weights, [builder.add(offset, _LONG(_AHEAD))]))
-        columns = _load(builder, builder.gep(weights, [offset]), kind_value)
+        values = [_splat(builder, builder.load(builder.gep(row, [k]))) for row in x_rows]
         results = []
-        for row, total in enumerate(sums):
-            value = _splat(builder, builder.load(builder.gep(x_rows[row], [k])))
-            results.append(builder.call(fma, [value, columns, total]))
-            total.add_incoming(starts[row], before)
-            total.add_incoming(results[-1], loop)
+        for number, panel in enumerate(panels):
+            _prefetch(builder, builder.gep(panel, [builder.add(offset, _LONG(_AHEAD))]))
+            columns = _load(builder, builder.gep(panel, [offset]), kind_value)
+            for value, total in zip(values, sums[number * n : number * n + n], strict=True):
+                results.append(builder.call(fma, [value, columns, total]))
+        for total, start, result in zip(sums, starts, results, strict=True):
+            total.add_incoming(start, before)
+            total.add_incoming(result, loop)
         following = builder.add(k, _LONG(1))
         k.add_incoming(_LONG(0), before)
         k.add_incoming(following, loop)
         builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
 
         builder.position_at_end(after)
-        for row, result in zip(out_rows, results, strict=True):
-            builder.store(result, row, align=4)
+        for target, result in zip(targets, results, strict=True):
+            builder.store(result, target, align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, kind, add, *[types.int64] * 6), generate
+    return types.void(rows, kind, add, x, stride, count, ws, outs, out_strides), generate
+
+
+@cpu_jit
+def _tile(height, kind, add, x, stride, count, ws, outs, out_strides):
+    """Rows for which a tile is one turn of registers."""
+    literally(kind)
+    literally(add)
+    if height == 6:
+        _panels(6, kind, add, x, stride, count, ws, outs, out_strides)
+    elif height == 5:
+        _panels(5, kind, add, x, stride, count, ws, outs, out_strides)
+    elif height == 4:
+        _panels(4, kind, add, x, stride, count, ws, outs, out_strides)
+    elif height == 3:
+        _panels(3, kind, add, x, stride, count, ws, outs, out_strides)
+    elif height == 2:
+        _panels(2, kind, add, x, stride, count, ws, outs, out_strides)
+    else:
+        _panels(1, kind, add, x, stride, count, ws, outs, out_strides)
 
 
 @cpu_jit
@@ -117,19 +146,24 @@ def multiply(kind, add, x, stride, w, count, out, out_stride, rows):
     while tiles > 0:
         # Tiles as even as can be: one of two rows would leave most of the multipliers waiting for its few sums.
         height = (rows + tiles - 1) // tiles
-        if height == 6:
-            _panel(6, kind, add, x, stride, w, count, out, out_stride)
-        elif height == 5:
-            _panel(5, kind, add, x, stride, w, count, out, out_stride)
-        elif height == 4:
-            _panel(4, kind, add, x, stride, w, count, out, out_stride)
-        elif height == 3:
-            _panel(3, kind, add, x, stride, w, count, out, out_stride)
-        elif height == 2:
-            _panel(2, kind, add, x, stride, w, count, out, out_stride)
-        else:
-            _panel(1, kind, add, x, stride, w, count, out, out_stride)
+        _tile(height, kind, add, x, stride, count, (w,), (out,), (out_stride,))
         x += 4 * height * stride
         out += 4 * height * out_stride
         rows -= height
         tiles -= 1
+
+
+@cpu_jit
+def multiply_two(kind, add, x, stride, ws, count, outs, out_strides, rows):
+    """Two panels for any number of rows, side by side where one alone has too few sums to keep the multipliers busy."""
+    literally(kind)
+    literally(add)
+    if rows > FEW_ROWS:
+        multiply(kind, add, x, stride, ws[0], count, outs[0], out_strides[0], rows)
+        multiply(kind, add, x, stride, ws[1], count, outs[1], out_strides[1], rows)
+    elif rows == 3:
+        _panels(3, kind, add, x, stride, count, ws, outs, out_strides)
+    elif rows == 2:
+        _panels(2, kind, add, x, stride, count, ws, outs, out_strides)
+    elif rows == 1:
+        _panels(1, kind, add, x, stride, count, ws, outs, out_strides)
