@@ -15,6 +15,7 @@ from headrace.shared.control import Answers, Command, ControlChannel, Inbox, Out
 from headrace.shared.errors import Conflict, EngineError, InvalidRequest, RequestError, Unavailable
 from headrace.shared.registry import Membership, ProcessInfo, processes_async
 from headrace.worker.control import _OURS
+from headrace.worker.interface import Beside
 from headrace.worker.reading import Reading
 
 
@@ -175,7 +176,7 @@ def test_the_stream_of_commands_stays_short(client: Client, redis_url: str) -> N
 def test_whatever_a_reader_stumbles_over_is_answered_and_the_loop_goes_on(
     raised: Exception, told: type[Exception]
 ) -> None:
-    def read() -> None:
+    def read(_: Beside) -> None:
         raise raised
 
     reading = Reading(read, limit_s=30)

@@ -17,6 +17,7 @@ from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.lora import Adapters
 from headrace.worker.engine.plan import Slice
 from headrace.worker.engine.stepper import STEP_ERRORS
+from headrace.worker.reading import AtStart
 from kit.adapters import ATTENTION, MLP, make, merge
 from kit.engines import Generation, advance, drain, job, random_prompts, reference, run, tiny_engine
 from kit.tiny_models import build
@@ -166,7 +167,7 @@ def test_adapters_stay_when_the_weights_are_updated(folders: Folders, tmp_path: 
     other = build(tmp_path / "other", "llama", seed=9)
     merged = merge(tmp_path / "merged", other, folders.adapters["attention"])
     engine = serving(folders)
-    engine.read_weights(str(other))("two")
+    engine.read_weights(str(other), AtStart())("two")
     done = run(engine, [of("attention", "a", PROMPTS[0]), of("m", "b", PROMPTS[0])])
     assert done["a"].token_ids == reference(merged, PROMPTS[0], 8)[0]
     assert done["b"].token_ids == reference(other, PROMPTS[0], 8)[0]

@@ -20,6 +20,7 @@ from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.plan import Slice
 from headrace.worker.engine.runner import ModelRunner
 from headrace.worker.engine.stepper import Stepper
+from headrace.worker.reading import AtStart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import engines, tiny_models
@@ -208,7 +209,7 @@ def test_what_happens_between_two_steps_happens_to_what_is_in_flight(
     acts: dict[str, Callable[[], object]] = {
         "retract": ahead.retract,
         "flush": ahead.flush_cache,
-        "weights": lambda: ahead.read_weights(str(folder))("2"),
+        "weights": lambda: ahead.read_weights(str(folder), AtStart())("2"),
     }
     jobs, out = mixed()[:4], dict[str, Generation]()
     for job in jobs:

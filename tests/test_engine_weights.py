@@ -10,6 +10,7 @@ import pytest
 import torch
 from headrace.shared.errors import InvalidRequest
 from headrace.worker.engine.engine import TransformersEngine
+from headrace.worker.reading import AtStart
 from kit.engines import Generation, advance, drain, job, random_prompts, reference, run, tiny_engine
 from kit.tiny_models import build
 from safetensors.torch import load_file, save_file
@@ -42,10 +43,10 @@ def test_the_new_weights_serve_and_the_old_ones_again(folders: dict[str, Path], 
     old, new = folders[f"{kind}-0"], folders[f"{kind}-1"]
     engine = tiny_engine(old)
     assert greedy(engine) == expected(old) != expected(new)
-    engine.read_weights(str(new))("two")
+    engine.read_weights(str(new), AtStart())("two")
     assert engine.card.weight_version == "two"
     assert greedy(engine) == expected(new)
-    engine.read_weights(str(old))("one")
+    engine.read_weights(str(old), AtStart())("one")
     assert greedy(engine) == expected(old)
     engine.close()
 
@@ -60,7 +61,7 @@ def test_what_runs_goes_on_with_the_new_weights(folders: dict[str, Path]) -> Non
     while min(len(out[str(i)].token_ids) if str(i) in out else 0 for i in range(3)) < 4:
         advance(engine, out)
     before = [list(out[str(i)].token_ids) for i in range(3)]
-    use = engine.read_weights(str(new))
+    use = engine.read_weights(str(new), AtStart())
     engine.retract()
     use("two")
     rest = drain(engine)
@@ -72,7 +73,7 @@ def test_what_runs_goes_on_with_the_new_weights(folders: dict[str, Path]) -> Non
 
 def test_reading_alone_changes_nothing(folders: dict[str, Path]) -> None:
     engine = tiny_engine(folders["untied-0"])
-    engine.read_weights(str(folders["untied-1"]))
+    engine.read_weights(str(folders["untied-1"]), AtStart())
     assert greedy(engine) == expected(folders["untied-0"])
     engine.close()
 
@@ -145,7 +146,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
     reason = str(spoil(folder))
     engine = tiny_engine(folders["untied-0"])
     with pytest.raises(InvalidRequest) as refusal:
-        engine.read_weights(str(folder))
+        engine.read_weights(str(folder), AtStart())
     assert reason in refusal.value.message
     assert "--model" not in refusal.value.message
     assert refusal.value.param == "model_path"
@@ -157,5 +158,5 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_serve(
 def test_a_folder_that_is_not_there_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     engine = tiny_engine(folders["untied-0"])
     with pytest.raises(InvalidRequest, match="sees no folder"):
-        engine.read_weights(str(tmp_path / "gone"))
+        engine.read_weights(str(tmp_path / "gone"), AtStart())
     engine.close()

@@ -24,7 +24,7 @@ from headrace.shared.token_stream import Append, TokenStream
 from headrace.worker import intake
 from headrace.worker.adapters import PoolAdapters
 from headrace.worker.control import Controller
-from headrace.worker.interface import StepOutput
+from headrace.worker.interface import Beside, StepOutput
 from headrace.worker.loop import Worker
 from kit.queues import SHARDS, submit
 
@@ -72,7 +72,7 @@ class OneToken:
     def running(self) -> Sequence[str]:
         return list(self.jobs)
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
         raise InvalidRequest("it has no weights")
 
     def read_lora(self, name: str, folder: str) -> Callable[[], str]:
@@ -219,7 +219,7 @@ class Updated(OneToken):
 
     card = replace(OneToken.card, tokenizer=hashlib.sha256(b"").hexdigest())
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
         if folder == "/elsewhere":
             raise InvalidRequest("the worker sees no folder")
 

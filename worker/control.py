@@ -11,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..shared.control import Command, Inbox, Outcome, PauseMode
 from ..shared.errors import ConfigError, EngineError, InvalidRequest, RequestError
 from ..shared.messages import Finish
 from .adapters import Models, PoolAdapters
-from .interface import Engine, StepOutput
-from .reading import Reading
+from .interface import Beside, Engine, StepOutput
+from .reading import AtStart, Reading
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +66,20 @@ class Controller:
             "start_profile": lambda args: {"trace": engine.start_profile(args["steps"]), "steps": args["steps"]},
             "stop_profile": lambda _: {"trace": engine.stop_profile()},
         }
-        self._readers: Mapping[str, Callable[[Args], Staged]] = {
+        self._readers: Mapping[str, Callable[[Args, Beside], Staged]] = {
             "read_weights": self._read_weights,
             "read_lora": self._read_lora,
         }
 
     @property
     def standing_still(self) -> bool:
-        """Whether no step may run: the pool is paused, or a model is being made, for which transformers changes
-        defaults of torch that a step would see."""
-        return self._paused is not None or (self._reading is not None and _reads(self._reading[0]) == "read_weights")
+        """Whether no step may run: the pool is paused, what is read asks for it, or the others serve weights that are
+        only being read here."""
+        if self._reading is None:
+            return self._paused is not None
+        command, reading = self._reading
+        late = command.kind == "commit" and _reads(command) == "read_weights"
+        return self._paused is not None or late or reading.wants_rest
 
     def join(self) -> None:
         """Do as the pool was told before this worker came.
@@ -87,7 +92,7 @@ class Controller:
         if state.weights is not None:
             log.info("the pool serves version %r of the weights, from %s", state.weight_version, state.weights)
             try:
-                self._engine.read_weights(state.weights)(state.weight_version)
+                self._engine.read_weights(state.weights, AtStart())(state.weight_version)
             except InvalidRequest as e:
                 raise self._left_behind(state.weights, state.weight_version, e) from e
         self._models.say(paused=state.paused is not None, weight_version=self._engine.card.weight_version)
@@ -140,7 +145,7 @@ class Controller:
         late = command.kind == "commit" and (self._staged is None or self._staged.token != args["token"])
         if command.kind in self._readers or late:
             read = self._readers[_reads(command)]
-            self._reading = command, Reading(lambda: read(args), args["limit_s"])
+            self._reading = command, Reading(partial(read, args), args["limit_s"])
         else:
             self._answer(command, lambda: self._handler(command)(command.args))
 
@@ -150,6 +155,8 @@ class Controller:
         return self._handlers[command.kind]
 
     def _finish_reading(self) -> None:
+        if self._reading is not None and self._reading[1].wants_rest:
+            self._reading[1].grant_rest()  # we are between two steps, and stand still from now on
         if self._reading is not None and self._reading[1].done():
             (command, reading), self._reading = self._reading, None
 
@@ -187,8 +194,8 @@ class Controller:
             outcome = Outcome(me, 500, f"{command.kind} failed in the worker; its log says why")
         self._unsent.append((command, outcome))
 
-    def _read_weights(self, args: Args) -> Staged:
-        use = self._engine.read_weights(args["folder"])
+    def _read_weights(self, args: Args, beside: Beside) -> Staged:
+        use = self._engine.read_weights(args["folder"], beside)
         return Staged(args["token"], lambda how: self._use_weights(use, args["folder"], how))
 
     def _use_weights(self, use: Callable[[str], None], folder: str, how: Args) -> Args:
@@ -202,7 +209,7 @@ class Controller:
         log.info("serving version %r of the weights, from %s", how["version"], folder)
         return {"weight_version": how["version"], "running": running}
 
-    def _read_lora(self, args: Args) -> Staged:
+    def _read_lora(self, args: Args, _: Beside) -> Staged:
         name = args["name"]
         serve = self._adapters.read(name, args["folder"])
         return Staged(args["token"], lambda _: {"lora": name, "weight_version": serve()})

@@ -21,6 +21,18 @@ class StepOutput:
     prompt: PromptLogprobs | None = None  # likewise, where the job asks for them
 
 
+class Beside(Protocol):
+    """What work on another thread asks of the loop that it runs beside."""
+
+    def rest(self) -> None:
+        """Return once no step runs; none will before the work is over. Raises EngineError where it was given up."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineError where the work was given up: nobody waits for it any more."""
+        ...
+
+
 class Engine(Protocol):
     """Generates for many sequences at once, a step at a time, on the caller's thread.
 
@@ -58,14 +70,16 @@ class Engine(Protocol):
         """The rids held, in any order."""
         ...
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
-        """Read weights beside those that serve, and check them. Called on another thread, while no step runs.
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
+        """Read other weights and check them. Called on another thread, also while a step runs.
 
         Returns:
-            What puts them in the place of the old ones, under the version it is given; called between two steps.
+            What puts them in the place of the old ones, under the version it is given; called between two steps. It
+            raises EngineError, and the old ones serve on, where the files have changed since.
 
         Raises:
             InvalidRequest: they are not those of this model, or cannot be read; nothing has changed.
+            Conflict: others are still being read.
         """
         ...
 

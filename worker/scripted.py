@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from ..shared.errors import ConfigError, InvalidRequest, NotFound
 from ..shared.messages import Finish, FinishType, GenerateJob, ModelCard, TokenLogprob
-from .interface import StepOutput
+from .interface import Beside, StepOutput
 from .settings import WorkerSettings
 
 LOAD_TEXT = " The water runs down the headrace to the wheel, and the wheel turns the stone that grinds the grain."
@@ -133,7 +133,7 @@ class ScriptedEngine:
     def running(self) -> Sequence[str]:
         return list(self._replays)
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
         raise InvalidRequest("a scripted worker has no weights", param="model_path")
 
     def read_lora(self, name: str, folder: str) -> Callable[[], str]:

@@ -13,7 +13,7 @@ from ...shared.codec import encode_vector
 from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest, NotFound
 from ...shared.messages import LANES, Finish, GenerateJob
 from ..card import load_card, resolve_model
-from ..interface import StepOutput
+from ..interface import Beside, StepOutput
 from ..meter import Meter
 from ..settings import WorkerSettings
 from .encoder_model import load_encoder
@@ -106,7 +106,7 @@ class EncoderEngine:
     def running(self) -> Sequence[str]:
         return list(self._waiting)
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
         raise InvalidRequest(f"'{self.card.name}' is no generator: its weights are not updated while it serves")
 
     def read_lora(self, name: str, folder: str) -> Callable[[], str]:

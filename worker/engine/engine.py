@@ -13,7 +13,7 @@ import torch
 from ...shared.errors import EngineError, Unavailable
 from ...shared.messages import GenerateJob
 from ..card import load_card, resolve_model
-from ..interface import StepOutput
+from ..interface import Beside, StepOutput
 from ..meter import Meter
 from ..settings import WorkerSettings
 from .adapter import read_adapter
@@ -27,7 +27,7 @@ from .preparing import Preparing
 from .profiler import Profiler
 from .sampler import Sampler
 from .stepper import Stepper
-from .weights import blueprint, read_beside
+from .weights import ServedWeights, blueprint
 
 
 class TransformersEngine:
@@ -42,15 +42,15 @@ class TransformersEngine:
             torch.set_num_threads(settings.threads)
         card, tokenizer = load_card(settings)
         device, folder = resolve_device(settings), resolve_model(settings)[1]
-        self._load = partial(
+        load = partial(
             load_model,
             dtype=resolve_dtype(settings, device),
             device=device,
             context_length=card.context_length,
             weight_dtype=settings.weight_dtype,
         )
-        self._blueprint = blueprint(folder)
-        loaded = self._load(folder)
+        loaded = load(folder)
+        self._weights = ServedWeights(loaded, blueprint(folder), load)
         dtype = str(loaded.dtype).removeprefix("torch.")
         self.card = dataclasses.replace(card, vocab_size=loaded.vocab_size, dtype=dtype)
         self._scheduler, runner = build(settings, self.card, loaded)
@@ -113,12 +113,13 @@ class TransformersEngine:
     def running(self) -> list[str]:
         return self._scheduler.rids() + self._preparing.rids() + [output.rid for output in self._ended]
 
-    def read_weights(self, folder: str) -> Callable[[str], None]:
-        loaded = read_beside(Path(folder), self._blueprint, self._load)
+    def read_weights(self, folder: str, beside: Beside) -> Callable[[str], None]:
+        put = self._weights.read(Path(folder), beside)
 
         def use(version: str) -> None:
             self._pipeline.discard()
-            self._stepper.runner = self._stepper.runner.with_model(loaded.model, loaded.attention)
+            if (loaded := put()) is not None:
+                self._stepper.runner = self._stepper.runner.with_model(loaded.model, loaded.attention)
             self.card = dataclasses.replace(self.card, weight_version=version)
 
         return use

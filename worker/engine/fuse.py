@@ -18,7 +18,13 @@ from ...kernels.cpu.norm import rms_norm
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-class CpuRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(nn.RMSNorm):
+    """torch's own."""
+
+    folds_one = False  # whether its weight is 1 + that of the checkpoint
+
+
+class CpuRMSNorm(FusedRMSNorm):
     """The compiled kernel in the place of torch's five operations."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +66,9 @@ def _fused(norm: nn.Module) -> nn.RMSNorm | None:
     for candidate in candidates:
         got = F.rms_norm(x, weight.shape, candidate, epsilon)
         if got.dtype == wanted.dtype and torch.allclose(got, wanted, rtol=_TOLERANCE[weight.dtype], atol=1e-6):
-            kind = CpuRMSNorm if (weight.device.type, weight.dtype) == ("cpu", torch.float32) else nn.RMSNorm
+            kind = CpuRMSNorm if (weight.device.type, weight.dtype) == ("cpu", torch.float32) else FusedRMSNorm
             fused = kind(weight.numel(), eps=epsilon, device=weight.device, dtype=weight.dtype)
             fused.weight = nn.Parameter(candidate, requires_grad=False)
+            fused.folds_one = candidate is not candidates[0]
             return fused
     return None

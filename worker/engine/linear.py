@@ -90,20 +90,20 @@ class Part(nn.Module):
     def __init__(self, together: Together, begin: int, end: int, parts: int) -> None:
         super().__init__()
         self.in_features, self.out_features = together.whole.in_features, end - begin
-        self.together, self._begin, self._end, self._parts = together, begin, end, parts
+        self.together, self.begin, self._end, self._parts = together, begin, end, parts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.together.part(x, self._begin, self._end, self._parts)
+        return self.together.part(x, self.begin, self._end, self._parts)
 
     @property
     def weight(self) -> torch.Tensor:
         """[N, K] float32, made anew each time."""
-        return self.together.whole.weight[self._begin : self._end]
+        return self.together.whole.weight[self.begin : self._end]
 
     @property
     def bias(self) -> torch.Tensor | None:
         bias = self.together.whole.bias
-        return None if bias is None else bias[self._begin : self._end]
+        return None if bias is None else bias[self.begin : self._end]
 
 
 class GatedMLP(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from ..settings import WorkerSettings
 from . import fused_layer, fused_stack, rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
+from .checkpoint import Checkpoint, Unreadable
 from .fuse import fuse_norms
+from .in_place import InPlace, ties_of
 from .kv_cache import LayerShape
 from .linear import WeightDtype, pack_linears
 from .quantized import check_quantization, is_quantized
@@ -47,6 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     invariant: bool  # whether a token's logits were the same bit for bit alone and in a batch
+    in_place: InPlace | None = None  # where each tensor of its files is kept, if that is known
 
 
 # How far rounded weights may move the logits, as a share of their length: a guard against another formula, not against
@@ -89,10 +92,15 @@ def load_model(
     config = _generator_config(folder)
     check_quantization(config, folder, device)
     model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
+    ties = ties_of(model)
     num_layers = int(config.get_text_config().num_hidden_layers)
-    return adopt(
+    loaded = adopt(
         model, name=str(folder), num_layers=num_layers, context_length=context_length, weight_dtype=weight_dtype
     )
+    try:
+        return replace(loaded, in_place=InPlace.of(loaded.model, ties, Checkpoint(folder)))
+    except Unreadable:  # weights in another form of file, which transformers reads
+        return loaded
 
 
 def adopt(
