@@ -25,7 +25,8 @@ HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold events back
 }
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+# No blank line: after an event with an id it would end another, empty one for the openai SDK, which fails on it.
+KEEP_ALIVE = b": keep-alive\n"
 
 
 def event(data: Any, event_id: str | None = None) -> bytes:

@@ -58,6 +58,7 @@ def measure(url: str, vocab: Vocabulary, ids: list[int], requests: int, size: in
         tokens.append([Append(epochs[rid], TokenChunk(rid, at, flush)) for rid in rids])
         start, cpu_start = time.perf_counter(), time.process_time()
         streams.publish(streams.decode(rids)[0], lease)
+        streams.settle()
         wall += time.perf_counter() - start
         cpu += time.process_time() - cpu_start
     client.close()

@@ -1,7 +1,8 @@
-"""The detokenizer's loop: hear which requests moved, read their tokens, decode, publish.
+"""The detokenizer's loop: hear what came, decode, publish.
 
-Hints may be missed or trimmed; `_look_over` finds what they would have told. Leases of shards are renewed, and workers'
-leases judged (`sweep`), between slices of work, by the loop itself: a detokenizer that hangs loses its shards.
+Tokens are pushed to it, and read from their streams where a push may have been missed: `_look_over` finds what it would
+have told. Text is sent, and the reply read when the next tokens come. Leases of shards are renewed, and workers' leases
+judged (`sweep`), between slices of work, by the loop itself: a detokenizer that hangs loses its shards.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 
 from ..shared import keys
+from ..shared.channels import Channels
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client, Patience
 from ..shared.errors import StoreUnavailable
 from ..shared.job_queue import JobQueue
+from ..shared.messages import TokenChunk
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
+from ..shared.token_stream import decode_news
 from .shards import Shards
 from .streams import Streams
 from .vocabularies import Vocabularies
@@ -23,6 +28,7 @@ from .vocabularies import Vocabularies
 log = logging.getLogger(__name__)
 
 LOOK_OVER_EVERY_S = 5.0
+REPLY_WAITS_S = 0.05  # the longest that the reply to a publish lies unread: it may say that text must be sent again
 SWEEP_EVERY_S = 1.0
 
 
@@ -59,8 +65,8 @@ class Detokenizer:
         self._text_budget = text_budget
         self._slice = slice_requests
         self._stop = stop
-        self._hints: dict[str, bytes] = {}  # wake stream → last entry read
-        self._moved: deque[str] = deque()  # rids to look at: heard of, or looked up
+        self._channels = Channels(client)
+        self._moved: deque[tuple[str, TokenChunk | None]] = deque()  # rids to look at, with tokens that were pushed
         self._patience = Patience(None)
         self._connected_at = time.monotonic()
         self._outage = False
@@ -75,10 +81,12 @@ class Detokenizer:
                 self._sweep()
                 self._look_over()
                 self._listen()
+                self._settle()
                 self._decode()
                 self._recovered()
             except TRANSIENT as e:
                 self._log_outage(e)
+                self._start_anew()
                 self._patience.wait(e)
             except StoreUnavailable:
                 break
@@ -103,32 +111,39 @@ class Detokenizer:
         """After an outage everything is read anew: a store that lost its tail goes on with other tokens than ours."""
         if self._outage:
             self._outage, self._patience, self._connected_at = False, Patience(None), time.monotonic()
-            for shard in list(self._streams.shards):
-                self._streams.forget(shard)  # and begun again in the next turn
+            self._start_anew()
             log.info("Redis answers again")
+
+    def _start_anew(self) -> None:
+        """Forget all; the next turn begins every shard that we lease again."""
+        self._channels.close()
+        for shard in list(self._streams.shards):
+            self._streams.forget(shard)
 
     def _keep_shards(self) -> None:
         if self._shards.due_in_s == 0:
+            self._settle()  # what it says is of the leases before
             self._member.update(shards=sorted(self._shards.epochs), streams=len(self._streams))
             self._member.beat(self._client)
             self._shards.keep()
-        for shard in self._streams.shards - self._shards.epochs.keys():
-            self._forget(shard)
-        for shard in self._shards.epochs.keys() - self._streams.shards:
-            self._begin(shard)
+        if gone := self._streams.shards - self._shards.epochs.keys():
+            self._forget(gone)
+        if new := self._shards.epochs.keys() - self._streams.shards:
+            self._begin(new)
 
-    def _forget(self, shard: int) -> None:
-        self._streams.forget(shard)
-        self._hints.pop(keys.wake(shard), None)
-        log.info("left shard %d", shard)
+    def _forget(self, shards: Collection[int]) -> None:
+        for shard in shards:
+            self._streams.forget(shard)
+            log.info("left shard %d", shard)
+        self._channels.unsubscribe([keys.wake(shard) for shard in shards])
 
-    def _begin(self, shard: int) -> None:
-        """Hints count from here on; all that is unfinished is looked at once."""
-        last = self._client.xrevrange(keys.wake(shard), count=1)
-        unfinished = self._streams.begin(shard)
-        self._hints[keys.wake(shard)] = last[0][0] if last else b"0-0"
-        self._moved.extend(unfinished)
-        log.info("took shard %d with %d unfinished requests", shard, len(unfinished))
+    def _begin(self, shards: Collection[int]) -> None:
+        """Pushes are heard from here on; all that is unfinished is looked at once."""
+        self._channels.subscribe([keys.wake(shard) for shard in shards])
+        for shard in shards:
+            unfinished = self._streams.begin(shard)
+            self._moved.extend((rid, None) for rid in unfinished)
+            log.info("took shard %d with %d unfinished requests", shard, len(unfinished))
 
     def _sweep(self) -> None:
         """Each second: what is due in our shards. Idle times ran on during an outage, so leases are judged later."""
@@ -146,37 +161,48 @@ class Detokenizer:
         now = time.monotonic()
         if now >= self._look_over_at:
             self._look_over_at = now + LOOK_OVER_EVERY_S
-            waiting = set(self._moved)
+            waiting = {rid for rid, _ in self._moved}
             for shard in self._streams.shards:
-                self._moved.extend(rid for rid in self._streams.look_over(shard) if rid not in waiting)
+                self._moved.extend((rid, None) for rid in self._streams.look_over(shard) if rid not in waiting)
             self._vocabularies.prepare()
 
     def _listen(self) -> None:
-        """Hear which requests moved; wait for it when there is nothing else to do."""
-        wait_s = min(self._shards.due_in_s, BLOCK_MS / 1000)
-        if not self._hints:
+        """Hear what came; wait for it when there is nothing else to do."""
+        wait_s = 0.0 if self._moved else min(self._shards.due_in_s, BLOCK_MS / 1000)
+        if self._streams.in_flight:
+            wait_s = min(wait_s, REPLY_WAITS_S)
+        if not self._streams.shards:
             time.sleep(wait_s)
             return
-        block = None if self._moved else max(1, int(wait_s * 1000))
-        for stream, entries in self._client.xread(self._hints, block=block) or ():
-            self._hints[stream.decode()] = entries[-1][0]
-            for _, fields in entries:
-                self._moved.extend(fields[b"r"].decode().split(" "))
+        for message in self._channels.messages(wait_s):
+            self._moved.extend(decode_news(message))
+
+    def _settle(self) -> None:
+        """Read what became of the text that was sent."""
+        self._moved.extend((rid, None) for rid in self._streams.settle())
+        lost = self._shards.epochs.keys() - self._streams.shards
+        for shard in lost:
+            self._shards.lost(shard)
+        if lost:
+            self._forget(lost)
 
     def _decode(self) -> None:
-        """Decode and publish the next slice of what moved."""
-        rids: dict[str, None] = {}  # each once, in order
+        """Decode the next slice of what came, and send its text."""
+        rids: dict[str, bool] = {}  # each once, in order; whether all that came of it was pushed
+        pushed: dict[str, list[TokenChunk]] = {}
         while self._moved and len(rids) < self._slice:
-            rids[self._moved.popleft()] = None
-        writes, more = self._streams.decode(rids)
-        again = self._streams.publish(writes, self._shards.epochs)
-        self._moved.extend([*more, *again])
-        for shard in self._shards.epochs.keys() - self._streams.shards:
-            self._shards.lost(shard)
-            self._forget(shard)
+            rid, chunk = self._moved.popleft()
+            rids[rid] = rids.get(rid, True) and chunk is not None
+            if chunk is not None:
+                pushed.setdefault(rid, []).append(chunk)
+        writes, more = self._streams.decode(rids, {rid: chunks for rid, chunks in pushed.items() if rids[rid]})
+        self._streams.publish(writes, self._shards.epochs)
+        self._moved.extend((rid, None) for rid in more)
 
     def _leave(self) -> None:
         try:
+            self._streams.settle()
+            self._channels.close()
             self._shards.give_up(list(self._shards.epochs))
             self._member.leave(self._client)
         except (*TRANSIENT, StoreUnavailable) as e:

@@ -37,10 +37,10 @@ def run(settings: DetokSettings) -> int:
     member.beat(client)
 
     owner = uuid.uuid4().hex
-    scripts = Scripts(client, on_outage=lambda error: detokenizer.note_outage(error))
+    scripts, flushes = (Scripts(client, on_outage=lambda error: detokenizer.note_outage(error)) for _ in range(2))
     shards = Shards(client, scripts, owner, member.info.id, store.shards, settings.shard_lease_s)
     vocabularies = Vocabularies(client, shards.held)
-    streams = Streams(TokenStream(client, scripts), TextStream(client, scripts, owner), vocabularies.get)
+    streams = Streams(TokenStream(client, scripts), TextStream(client, flushes, owner), vocabularies.get)
     detokenizer = Detokenizer(
         shards,
         streams,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from ..shared.errors import ProtocolError
 from ..shared.ids import shard_in
@@ -58,19 +59,24 @@ class Streams:
             del self._states[rid]
         return unfinished
 
-    def decode(self, rids: Collection[str]) -> tuple[dict[int, list[Publish]], list[str]]:
-        """Read what is new of these choices and decode it. Those of shards that are not ours are left alone.
+    def decode(
+        self, rids: Collection[str], pushed: Mapping[str, Sequence[TokenChunk]] = MappingProxyType({})
+    ) -> tuple[dict[int, list[Publish]], list[str]]:
+        """Decode what is new of these choices: what was `pushed`, where it follows what we have, and what their streams
+        hold otherwise. Those of shards that are not ours are left alone.
 
         Returns:
             What to publish, by shard, and the choices that have more to read.
         """
-        held = {rid: state.consumed for rid in rids if (state := self._states.get(rid)) is not None}
+        held = {rid: state for rid in rids if (state := self._states.get(rid)) is not None}
+        at_hand = {rid: pushed[rid] for rid, state in held.items() if _follow(pushed.get(rid, ()), state.consumed)}
         records = self._records([rid for rid in rids if rid not in held and shard_in(rid) in self.shards])
-        after = held | {rid: record.consumed for rid, record in records.items()}
+        after = {rid: state.consumed for rid, state in held.items() if rid not in at_hand}
+        after |= {rid: record.consumed for rid, record in records.items()}
         writes: dict[int, list[Publish]] = {}
         more = []
-        for rid, chunks in (self._tokens.read(after, READ_ENTRIES) if after else {}).items():
-            if len(chunks) == READ_ENTRIES:
+        for rid, chunks in (at_hand | (self._tokens.read(after, READ_ENTRIES) if after else {})).items():
+            if rid in after and len(chunks) == READ_ENTRIES:
                 more.append(rid)
                 chunks = chunks[:-1]  # a finish is read together with the token that it judges
             write = self._push(rid, chunks, records.get(rid))
@@ -78,28 +84,35 @@ class Streams:
                 writes.setdefault(shard_in(rid), []).append(write)
         return writes, more
 
-    def publish(self, writes: Mapping[int, Sequence[Publish]], epochs: Mapping[int, int]) -> list[str]:
-        """One call per shard, all in one round trip. Returns what has to be read anew.
+    @property
+    def in_flight(self) -> bool:
+        """Whether `settle` has something to read."""
+        return self._text.in_flight
+
+    def publish(self, writes: Mapping[int, Sequence[Publish]], epochs: Mapping[int, int]) -> None:
+        """Send text, one call per shard; `settle` comes before the next time."""
+        for shard in writes.keys() - epochs.keys():
+            self.forget(shard)
+        self._text.begin_publish({shard: (epochs[shard], writes[shard]) for shard in writes if shard in epochs})
+
+    def settle(self) -> list[str]:
+        """Read what became of the text that was sent. Returns what has to be read anew.
 
         Choices that ended are dropped, and shards that another detokenizer leases are forgotten.
         """
-        flushes = {shard: (epochs[shard], group) for shard, group in writes.items() if shard in epochs}
-        results = self._text.publish_all(flushes) if flushes else {}
         again = []
-        for shard, group in writes.items():
-            for write in group:
-                result = results.get(write.chunk.rid, Published.SHARD_LOST)
-                self._settle(shard, write.chunk, result)
-                if result is Published.MISPLACED:
-                    again.append(write.chunk.rid)
+        for write, published in self._text.finish_publish():
+            self._settle(write.chunk, published)
+            if published is Published.MISPLACED:
+                again.append(write.chunk.rid)
         return again
 
     def _held(self, shard: int) -> list[str]:
         return [rid for rid in self._states if shard_in(rid) == shard]
 
-    def _settle(self, shard: int, chunk: TextChunk, result: Published) -> None:
+    def _settle(self, chunk: TextChunk, result: Published) -> None:
         if result is Published.SHARD_LOST:
-            self.forget(shard)
+            self.forget(shard_in(chunk.rid))
         elif result is not Published.OK or chunk.finish is not None:
             self._states.pop(chunk.rid, None)
 
@@ -133,6 +146,15 @@ class Streams:
         usage = Usage(record.params.prompt_tokens, record.consumed)
         chunk = TextChunk(rid, record.offset, "", usage, finish=finish)
         return Publish(chunk, record.consumed, record.consumed, record.state)
+
+
+def _follow(chunks: Sequence[TokenChunk], consumed: int) -> bool:
+    """Whether there are chunks, and no token is missing or there twice."""
+    for chunk in chunks:
+        if chunk.start != consumed:
+            return False
+        consumed += len(chunk.token_ids)
+    return bool(chunks)
 
 
 def merge(chunks: Sequence[TokenChunk]) -> TokenChunk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,7 +52,7 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
     Raises:
         ProtocolError: a field without a default is missing.
     """
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = _names(cls)  # type: ignore[arg-type]  # a class is hashable
     nested: Mapping[str, type] = getattr(cls, "NESTED", {})
     out: dict[str, Any] = {}
     for name, value in raw.items():
@@ -68,6 +69,11 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
         return cls(**out)
     except TypeError as e:
         raise ProtocolError(f"{cls.__name__} lacks a field: {e}") from e
+
+
+@cache
+def _names(cls: Any) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
 
 
 def _tuples(value: Any) -> Any:

@@ -15,7 +15,7 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:{s}:t:<rid>                   stream   token ids; entry id <tokens so far>-0, end marker <n>-1
     hr:{s}:x:<rid>                   stream   text; entry id <byte offset after>-<seq>
     hr:{s}:v:<rid>                   bytes    float32 results that need no detokenizer
-    hr:{s}:wake                      stream   hint for detokenizers: rids that moved; trimmed
+    hr:{s}:wake                      channel  push of tokens to the detokenizer, or of rids for it to read
     hr:{s}:n:<reader>                channel  push of text to the api replica that reads
     hr:{s}:lease                     hash     the detokenizer that owns this shard: owner, epoch, until
     hr:{s}:act                       zset     unfinished rids by the time (ms) at which they must be looked at again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -123,22 +124,37 @@ class TextFeed:
         pause = 0.05
         while True:
             try:
-                async with self._client.pubsub(ignore_subscribe_messages=True) as channels:
-                    await channels.subscribe(*(keys.reader_channel(s, self.name) for s in range(self._shards)))
+                async with self._subscribed() as connection:
                     self._ask(list(self._by_rid))
                     pause = 0.05
                     while True:
-                        message = await channels.get_message(timeout=1.0)
-                        if message is not None:
-                            self._hear(message)
+                        kind, _, data = await connection.read_response(timeout=math.inf)
+                        if kind == b"message":
+                            self._hear(data)
             except TRANSIENT as e:
                 log.warning("text pushes stopped, reading instead: %s", e)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    @asynccontextmanager
+    async def _subscribed(self) -> AsyncIterator[Any]:
+        """A connection of our own that hears our channels. redis-py's PubSub starts a timer for each message."""
+        pool = self._client.connection_pool
+        connection = await pool.get_connection()
         try:
-            chunk, before = decode_push(message["data"])
+            await connection.send_command(
+                "SUBSCRIBE", *(keys.reader_channel(s, self.name) for s in range(self._shards))
+            )
+            for _ in range(self._shards):
+                await connection.read_response()
+            yield connection
+        finally:
+            await connection.disconnect(nowait=True)  # a subscribed one is of no use to anybody else
+            await pool.release(connection)
+
+    def _hear(self, data: bytes) -> None:
+        try:
+            chunk, before = decode_push(data)
         except ProtocolError as e:
             log.error("%s", e)
             return

@@ -75,6 +75,7 @@ class TextStream:
     """The streams `x:<rid>`, for the detokenizer.
 
     Args:
+        scripts: for this alone, since a flush may be in flight on them.
         owner: the detokenizer process (a uuid).
     """
 
@@ -82,23 +83,36 @@ class TextStream:
         self._client = client
         self._scripts = scripts
         self._owner = owner
+        self._in_flight: tuple[list[Call], list[Publish]] | None = None
 
     def publish(self, shard: int, epoch: int, writes: Sequence[Publish]) -> dict[str, Published]:
-        """Publish one flush of a shard, in one call."""
-        return self.publish_all({shard: (epoch, writes)} if writes else {})
+        """Publish one flush of a shard, in one round trip."""
+        self.begin_publish({shard: (epoch, writes)} if writes else {})
+        return {write.chunk.rid: published for write, published in self.finish_publish()}
 
-    def publish_all(self, flushes: Mapping[int, tuple[int, Sequence[Publish]]]) -> dict[str, Published]:
-        """Publish shard → (epoch, writes): one call per shard, in one round trip."""
+    def begin_publish(self, flushes: Mapping[int, tuple[int, Sequence[Publish]]]) -> None:
+        """Send shard → (epoch, writes), one call per shard, and come back at once. One flush may be in flight."""
+        assert self._in_flight is None, "a flush is in flight already: finish it first"
+        if not flushes:
+            return
         calls = [
             Call("publish", shard, [self._owner, epoch, *(arg for w in writes for arg in _encode(w))])
             for shard, (epoch, writes) in flushes.items()
         ]
-        replies = self._scripts.call_many(calls) if calls else []
-        return {
-            w.chunk.rid: Published(code)
-            for (_, writes), reply in zip(flushes.values(), replies, strict=True)
-            for w, code in zip(writes, reply, strict=True)
-        }
+        self._in_flight = (calls, [write for _, writes in flushes.values() for write in writes])
+        self._scripts.begin_quietly(calls)
+
+    @property
+    def in_flight(self) -> bool:
+        return self._in_flight is not None
+
+    def finish_publish(self) -> list[tuple[Publish, Published]]:
+        """What became of each write of the flush in flight; nothing if there is none."""
+        if self._in_flight is None:
+            return []
+        (calls, writes), self._in_flight = self._in_flight, None
+        replies = self._scripts.finish(calls)
+        return list(zip(writes, (Published(code) for reply in replies for code in reply), strict=True))
 
     def unfinished(self, shard: int) -> list[str]:
         """The rids of a shard that have not reached their end."""

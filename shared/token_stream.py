@@ -103,6 +103,22 @@ class TokenStream:
         return ids
 
 
+def decode_news(data: bytes) -> list[tuple[str, TokenChunk | None]]:
+    """What `append.lua` and its like push: a rid, and its new tokens where the push has them; they are to be read
+    otherwise."""
+    news: list[tuple[str, TokenChunk | None]] = []
+    for line in data.split(b"\n"):
+        name, _, entry = line.partition(b" ")
+        rid = name.decode()
+        if not entry:
+            news.append((rid, None))
+            continue
+        start, ids, logprobs = entry.split(b" ", 2)
+        values = _decode_logprobs(logprobs) if logprobs else None
+        news.append((rid, TokenChunk(rid, int(start), tuple(map(int, ids.split(b","))), values)))
+    return news
+
+
 def _encode(write: Append) -> tuple[str | bytes | int, ...]:
     chunk = write.chunk
     logprobs = b"" if chunk.logprobs is None else _encode_logprobs(chunk.logprobs)

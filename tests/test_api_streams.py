@@ -344,10 +344,10 @@ def test_headers_wait_for_the_first_event_but_not_for_ever() -> None:
 
         wire, wait = Wire(), asyncio.Event()
         sending = asyncio.create_task(send_events(wire, slow, first_wait_s=0.02, keep_alive_s=0.02))
-        await wire.until(b": keep-alive\n\n: keep-alive\n\n")
+        await wire.until(b": keep-alive\n: keep-alive\n")
         wait.set()
         await sending
-        assert wire.body.replace(b": keep-alive\n\n", b"") == b'id: x\ndata: {"a":1}\n\ndata: [DONE]\n\n'
+        assert wire.body.replace(b": keep-alive\n", b"") == b'id: x\ndata: {"a":1}\n\ndata: [DONE]\n\n'
         assert [message["type"] for message in wire.sent].count("http.response.start") == 1
         assert wire.sent[-1]["more_body"] is False
 

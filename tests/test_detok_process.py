@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -134,15 +134,17 @@ def rig(redis_url: str) -> Iterator[Rig]:
 
 
 @contextmanager
-def detokenizer(rig: Rig, name: str = "d", slice_requests: int = 256) -> Iterator[Stop]:
+def detokenizer(
+    rig: Rig, name: str = "d", slice_requests: int = 256, tokens: TokenStream | None = None
+) -> Iterator[Stop]:
     """A detokenizer in a thread, drained at the end."""
     client, stop, member = connect(rig.url), Stop(), Membership(ProcessInfo("detok", id=name))
-    scripts = Scripts(client, on_outage=lambda error: detok.note_outage(error))
+    scripts, flushes = (Scripts(client, on_outage=lambda error: detok.note_outage(error)) for _ in range(2))
     shards = Shards(client, scripts, name, name, SHARDS, SHARD_LEASE_S)
     vocabularies = Vocabularies(client, shards.held)
     detok = Detokenizer(
         shards,
-        Streams(TokenStream(client, scripts), TextStream(client, scripts, name), vocabularies.get),
+        Streams(tokens or TokenStream(client, scripts), TextStream(client, flushes, name), vocabularies.get),
         vocabularies,
         JobQueue(client, scripts, SHARDS),
         client,
@@ -207,7 +209,6 @@ def test_what_waits_at_the_start_is_found_without_hints(rig: Rig) -> None:
     rids = rig.submit(20)
     for rid in rids:
         rig.append(rid, 0, KIT.spelled("before any detokenizer"), LENGTH)
-        rig.client.delete(keys.wake(shard_in(rid)))
     with detokenizer(rig, slice_requests=3):
         assert {rig.text(rid) for rid in rids} == {"before any detokenizer"}
 
@@ -236,6 +237,52 @@ def test_a_missed_hint_is_found_later(rig: Rig, monkeypatch: pytest.MonkeyPatch)
         pipe.hset(keys.request(shard_in(rid), rid), "n", 12)
         pipe.execute()
         until(lambda: "".join(c.text for c in rig.chunks(rid)) == "heard missed")
+
+
+class Counted(TokenStream):
+    """Counts what is read."""
+
+    def __init__(self, client: Client, scripts: Scripts) -> None:
+        super().__init__(client, scripts)
+        self.asked: list[str] = []
+
+    def read(self, after: Mapping[str, int], limit: int | None = None) -> dict[str, list[TokenChunk]]:
+        self.asked += after
+        return super().read(after, limit)
+
+
+def test_tokens_that_are_pushed_are_not_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LOOK_OVER_EVERY_S", 3600.0)
+    (rid,) = rig.submit()
+    tokens = Counted(rig.client, Scripts(rig.client))
+    with detokenizer(rig, tokens=tokens):
+        rig.append(rid, 0, KIT.spelled("read "))  # its record was, too
+        until(lambda: rig.chunks(rid))
+        asked = len(tokens.asked)
+        for at, token_id in enumerate(KIT.spelled("pushed "), 5):
+            rig.append(rid, at, [token_id])
+        until(lambda: "".join(c.text for c in rig.chunks(rid)) == "read pushed ")
+        assert len(tokens.asked) == asked
+        rig.append(rid, 12, KIT.spelled("read"), LENGTH)
+        assert rig.text(rid) == "read pushed read"
+        assert len(tokens.asked) == asked + 1
+
+
+def test_a_push_that_was_missed_is_read_with_the_next(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LOOK_OVER_EVERY_S", 3600.0)
+    (rid,) = rig.submit()
+    with detokenizer(rig):
+        rig.append(rid, 0, KIT.spelled("heard "))
+        until(lambda: rig.chunks(rid))
+        one, values = KIT.spelled("!"), b"[[-6.0,[]]]"
+        pipe = rig.client.pipeline()
+        pipe.xadd(keys.tokens(shard_in(rid), rid), {"t": one[0], "lp": values}, id="7-0")
+        pipe.hset(keys.request(shard_in(rid), rid), "n", 7)
+        pipe.execute()
+        rig.append(rid, 7, KIT.spelled(" heard"))
+        until(lambda: "".join(c.text for c in rig.chunks(rid)) == "heard ! heard")
+        rig.append(rid, 13, KIT.spelled("."), LENGTH)
+        assert rig.text(rid) == "heard ! heard."
 
 
 def test_a_killed_detokenizers_successor_goes_on_exactly(rig: Rig) -> None:

@@ -6,7 +6,12 @@
 -- Replies one number per request:
 --   1 written, or was before · 2 cancelled: forget it · -1 fenced: another owns it · -2 ended or gone · -3 wrong position
 local owner, lease, now = ARGV[1], tonumber(ARGV[2]), clock_ms()
-local out, moved = {}, {}
+local out, news = {}, {}
+
+-- What the detokenizer must know of an entry, so that it need not read it; but for what comes once in a request.
+local function line(rid, from, ids, logprobs, rest)
+  return rest == '' and rid .. ' ' .. from .. ' ' .. ids .. ' ' .. logprobs or rid
+end
 
 local function write(rid, h, from, added, ids, logprobs, cached, prompt, weights)
   local to = from + added
@@ -32,10 +37,12 @@ local function one(i)
   if from > n or (from < n and from + added > n) then return -3 end
   if from + added > n then
     write(rid, h, from, added, ARGV[i + 4], ARGV[i + 5], ARGV[i + 6], ARGV[i + 7], ARGV[i + 8])
-    moved[#moved + 1] = rid
   end
   if fin == '' and h.cx ~= '' then fin = h.cx end
   if fin == '' then
+    if from + added > n then
+      news[#news + 1] = line(rid, ARGV[i + 2], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6] .. ARGV[i + 7] .. ARGV[i + 8])
+    end
     redis.call('HSET', key, 'n', h.n, 'lu', now + lease)
     return 1
   end
@@ -45,5 +52,5 @@ local function one(i)
 end
 
 for i = 3, #ARGV, 10 do out[#out + 1] = one(i) end
-if #moved > 0 then wake(table.concat(moved, ' ')) end
+if #news > 0 then wake(table.concat(news, '\n')) end
 return out

@@ -20,8 +20,9 @@ local function load(rid)
   return h
 end
 
-local function wake(rids)
-  redis.call('XADD', P .. 'wake', 'MAXLEN', '~', 1000, '*', 'r', rids)
+-- Tell the detokenizer of this shard what has come, a line each: `decode_news` in token_stream.py.
+local function wake(news)
+  redis.call('PUBLISH', P .. 'wake', news)
 end
 
 -- The earliest time at which somebody must look at a request again.
