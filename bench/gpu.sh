@@ -30,9 +30,10 @@ STEM="$OUT/$(date +%Y-%m-%d)-$DEVICE"
 mkdir -p "$OUT"
 unset TRITON_INTERPRET
 
-part tests 150 "$PYTHON" -m pytest -q -m 'not long' -p no:cacheprovider \
+part tests 150 "$PYTHON" -m pytest -q -m 'long or not long' -p no:cacheprovider \
     tests/test_kernels_attention.py tests/test_kernels_rows.py tests/test_kernels_sampling.py tests/test_kernels_lora.py \
-    tests/test_engine_triton.py tests/test_engine_fuse_cuda.py
+    tests/test_kernels_matmul.py tests/test_engine_triton.py tests/test_engine_fuse_cuda.py \
+    tests/test_engine_deterministic_gpu.py
 part kernels 120 "$PYTHON" bench/kernels.py --output "$STEM-kernels.csv"
 part model 60 "$PYTHON" bench/random_model.py "$MODEL"
 part qwen3-0.6b 150 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --output "$STEM-engine.csv"

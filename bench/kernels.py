@@ -89,7 +89,7 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def rows(dtype: torch.dtype) -> Iterator[Case]:
-    from headrace.kernels import gated, lora, rms_norm, rope
+    from headrace.kernels import gated, heads, lora, rms_norm, rope
 
     for count, width in ((256, 1024), (8192, 1024), (8192, 4096)):
         x, y, weight = rand(count, width, dtype=dtype), rand(count, width, dtype=dtype), rand(width, dtype=dtype)
@@ -119,7 +119,7 @@ def rows(dtype: torch.dtype) -> Iterator[Case]:
         q, k, v = (rand(tokens, n, 128, dtype=dtype) for n in (16, 8, 8))
         cos, sin = rand(tokens, 128, dtype=dtype), rand(tokens, 128, dtype=dtype)
         pools = [rand(tokens // 16 + 1, 8, 16, 128, dtype=dtype) for _ in range(2)]
-        slots, norm = torch.arange(tokens, device=DEVICE), rope.HeadNorm(rand(128, dtype=dtype), 1e-6)
+        slots, norm = torch.arange(tokens, device=DEVICE), heads.HeadNorm(rand(128, dtype=dtype), 1e-6)
         turned = (q, k, v, cos, sin, *pools, slots)
         yield Case(
             "norm_rope_store",
@@ -147,6 +147,22 @@ def rows(dtype: torch.dtype) -> Iterator[Case]:
             lambda h=h, w=b, y=y, s=scales, b=bounds, n=adapters: lora.lora_expand(h, w, y, s, b, n),
             lambda h=h, w=b, y=y, s=scales, b=bounds, n=adapters: lora.lora_expand_reference(h, w, y, s, b, n),
             bytes=size(h, b) + 2 * size(y),
+        )
+
+
+def linears(dtype: torch.dtype) -> Iterator[Case]:
+    """The deterministic mode's products; their twin here is torch's own, which they replace."""
+    from headrace.kernels import matmul
+
+    for count, size_in, size_out in ((1, 1024, 4096), (64, 3072, 1024), (64, 1024, 151936), (8192, 1024, 6144)):
+        x, weight = rand(count, size_in, dtype=dtype), rand(size_out, size_in, dtype=dtype)
+        yield Case(
+            "linear",
+            f"{count}x{size_in}x{size_out}",
+            lambda x=x, w=weight: matmul.linear(x, w),
+            lambda x=x, w=weight: torch.nn.functional.linear(x, w),
+            bytes=size(x, weight) + count * size_out * dtype.itemsize if count < 256 else 0,
+            flops=2 * count * size_in * size_out,
         )
 
 
@@ -221,7 +237,7 @@ def main() -> int:
         about | {"kernel": "copy", "gb_per_s": round(copied)},
         about | {"kernel": "product", "tflop_per_s": round(multiplied)},
     ]
-    for cases in (attention, rows, sampling):
+    for cases in (attention, rows, linears, sampling):
         for case in cases(dtype):
             if args.only and not case.kernel.startswith(tuple(args.only)):
                 continue

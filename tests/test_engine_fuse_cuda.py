@@ -12,6 +12,8 @@ import transformers
 pytest.importorskip("triton")
 
 from headrace.worker.engine import fuse_cuda
+from headrace.worker.engine.device_linear import GatedMLP, InvariantLinear, PartLinear, merge, multiply_for
+from headrace.worker.engine.foreign_sums import ForeignSums
 from kit import tiny_models
 from kit.pools import DEVICE
 
@@ -26,20 +28,25 @@ def load(folder: Path) -> Any:
 
 def count(model: torch.nn.Module) -> tuple[int, int, int, int]:
     modules = list(model.modules())
-    parts = [m.product for m in modules if isinstance(m, fuse_cuda.PartLinear)]
-    gated = sum(isinstance(m, fuse_cuda.GatedMLP) for m in modules)
+    parts = [m.product for m in modules if isinstance(m, PartLinear)]
+    gated = sum(isinstance(m, GatedMLP) for m in modules)
     norms = sum(isinstance(m, fuse_cuda.DeviceRMSNorm) for m in modules)
     return norms, len(set(map(id, parts))) - gated, gated, sum("forward" in vars(m) for m in modules)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("architecture", MODELS)
-def test_logits_stay(architecture: str, tmp_path: Path) -> None:
+def test_logits_stay(architecture: str, invariant: bool, tmp_path: Path) -> None:
     model = load(tiny_models.build(tmp_path / "m", architecture))
     ids = torch.tensor([[5, 9, 70, 31, 8, 200]], device=DEVICE)
     with torch.inference_mode():
         wanted = model(ids, use_cache=False).logits
-        fuse_cuda.fuse(model)
-        got = model(ids, use_cache=False).logits
+        fuse_cuda.fuse(model, invariant=invariant)
+        with ForeignSums() as sums:
+            got = model(ids, use_cache=False).logits
+    assert any(isinstance(m, InvariantLinear) for m in model.modules()) == invariant
+    assert ("linear" in sums.found or "addmm" in sums.found) != invariant
+    assert model.lm_head.weight is model.get_input_embeddings().weight or not model.config.tie_word_embeddings
     assert count(model) == MODELS[architecture]
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
 
@@ -75,7 +82,7 @@ def test_parts_asked_about_different_inputs_answer_each() -> None:
     linears: list[Any] = [parent.q_proj, parent.k_proj, parent.v_proj]
     x, y = torch.randn(2, 6, device=DEVICE), torch.randn(2, 6, device=DEVICE)
     wanted = [linears[0](x), linears[1](y), linears[2](x), linears[2](x), linears[0](x)]
-    assert fuse_cuda._merge(parent, ("q_proj", "k_proj", "v_proj")) is not None
+    assert merge(parent, ("q_proj", "k_proj", "v_proj"), multiply_for(False))
     q, k, v = parent.q_proj, parent.k_proj, parent.v_proj
     for got, want in zip([q(x), k(y), v(x), v(x), q(x)], wanted, strict=True):  # type: ignore[operator]
         torch.testing.assert_close(got, want)
@@ -85,5 +92,5 @@ def test_what_cannot_be_merged_is_left_alone() -> None:
     parent = torch.nn.Module()
     parent.q_proj, parent.k_proj = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4, bias=False)
     parent.v_proj = torch.nn.Linear(6, 4)
-    assert fuse_cuda._merge(parent, ("q_proj", "k_proj", "v_proj")) is None
+    assert not merge(parent, ("q_proj", "k_proj", "v_proj"), multiply_for(False))
     assert type(parent.q_proj) is torch.nn.Linear

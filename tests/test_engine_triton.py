@@ -113,16 +113,6 @@ def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeatin
     host.close()
 
 
-def test_a_sequence_is_bitwise_the_same_alone_and_among_others_when_deterministic(folder: Path) -> None:
-    prompts = engines.random_prompts((5, 20))
-    jobs = [engines.job(str(i), p, max_new_tokens=3, top_logprobs=5) for i, p in enumerate(prompts)]
-    engine = triton_engine(folder, deterministic=True)
-    together = engines.run(engine, jobs)
-    for job in jobs:
-        assert engines.run(engine, [job])[job.rid].logprobs == together[job.rid].logprobs
-    engine.close()
-
-
 def test_a_model_that_cannot_be_recorded_decodes_without_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from headrace.kernels import gated, rms_norm, rope
-from headrace.kernels.rope import HeadNorm
+from headrace.kernels.heads import HeadNorm
 from kit.pools import DEVICE, DTYPES, TOLERANCE, random
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from . import interpreter  # noqa: F401  makes it faster
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # What a kernel may differ from its twin, on values of about 1.
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {

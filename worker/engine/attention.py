@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
     """How a step's queries meet its K/V on one kind of device. It owns the pool."""
 
     pool: Pool
+    invariant: bool  # whether a row's sums run in one order whatever else is in a step, and however its prompt was cut
 
     def run(
         self,

@@ -96,6 +96,7 @@ class CpuAttention:
 
     def __init__(self, pool: PanelCache) -> None:
         self.pool: Pool = pool
+        self.invariant = True
         self._panels = pool
         self._plan: _Plan | None = None
         self._places = _Places(pool.num_blocks)

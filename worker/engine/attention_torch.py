@@ -15,6 +15,7 @@ class TorchAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.pool: Pool = cache
+        self.invariant = False
         self._cache = cache
 
     def run(

@@ -43,7 +43,7 @@ class TritonAttention:
         self.pool: Pool = cache
         self._cache = cache
         self._context_length = context_length
-        self._invariant = invariant
+        self.invariant = invariant
         self._batch: AttentionBatch | None = None
         self._tensors: StepTensors | None = None
 
@@ -79,7 +79,7 @@ class TritonAttention:
         count, (keys, values) = len(q), self._cache.pools(layer)
         tables, lens = tensors.block_tables[:count], tensors.kv_lens[:count]
         shaped = {"window": window, "softcap": options.softcap, "sinks": options.sinks}
-        if self._invariant:  # as prefill does it
+        if self.invariant:  # as prefill does it
             bounds = _counting(count, q.device)
             return extend_attention(q, keys, values, tables, lens, bounds, scale=options.scale, **shaped)  # type: ignore[arg-type]
         splits = num_splits(count * keys.shape[1], self._context_length, _processors(q.device))

@@ -11,7 +11,6 @@ import torch
 from ...shared.messages import ModelCard
 from ..settings import WorkerSettings
 from .attention import AttentionBackend
-from .attention_cpu import CpuAttention
 from .attention_triton import TritonAttention
 from .backends import make_backend
 from .blocks import BlockAllocator
@@ -40,7 +39,7 @@ def build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tup
     on_cpu = loaded.device.type == "cpu"
     max_running = settings.max_running or (32 if on_cpu else 256)
     backend, blocks = _pool(settings, card, loaded, max_running)
-    free = loaded.invariant and isinstance(backend, CpuAttention)
+    free = loaded.invariant and backend.invariant
     alone = settings.deterministic and not free
     log.info("%s: an answer's bytes %s", card.name, _PROMISES[free + 2 * alone])
     scheduler = Scheduler(

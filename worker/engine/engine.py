@@ -48,6 +48,8 @@ class TransformersEngine:
             device=device,
             context_length=card.context_length,
             weight_dtype=settings.weight_dtype,
+            attention_backend=settings.attention_backend,
+            deterministic=settings.deterministic,
         )
         loaded = load(folder)
         self._weights = ServedWeights(loaded, blueprint(folder), load)

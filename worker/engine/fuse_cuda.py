@@ -1,10 +1,9 @@
 """Rewrites of a model on a GPU that change nothing but its speed: fewer launches, fewer passes over memory.
 
-    q_proj, k_proj, v_proj     one product; each module hands out its columns of it, so that what calls them, or hooks
-                               into them, need not know
-    gate_proj, up_proj, act    one product, then act(gate) * up in one kernel
+    q_proj, k_proj, v_proj     one product, see `device_linear`; so gate_proj and up_proj, with their activation
     …RMSNorm                   one kernel
     apply_rotary_pos_emb       one kernel
+    every other linear         left to torch, or our batch-invariant kernel
 
 Names tell what to try, numbers decide: each rewrite is compared with what it replaces, and `loader` proves the whole
 model afterwards.
@@ -15,16 +14,16 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...kernels.gated import gelu_tanh_and_mul, silu_and_mul
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
+from .device_linear import GatedMLP, Multiply, make_invariant, merge, multiply_for
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +32,21 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 @torch.inference_mode()
-def fuse(model: nn.Module) -> None:
-    """Rewrite what is known of `model`, in place."""
-    counts = dict.fromkeys(("norms", "q/k/v", "gated", "rotary"), 0)
+def fuse(model: nn.Module, *, invariant: bool = False) -> None:
+    """Rewrite what is known of `model`, in place.
+
+    Args:
+        invariant: multiply by kernels whose rows do not depend on the batch (the deterministic mode).
+    """
+    counts = dict.fromkeys(("norms", "q/k/v", "gated", "rotary", "invariant linears"), 0)
+    multiply = multiply_for(invariant)
     for module in list(model.modules()):
         counts["norms"] += _fuse_norms(module)
-        counts["q/k/v"] += _merge(module, ("q_proj", "k_proj", "v_proj")) is not None
-        counts["gated"] += _fuse_gated(module)
+        counts["q/k/v"] += merge(module, ("q_proj", "k_proj", "v_proj"), multiply)
+        counts["gated"] += _fuse_gated(module, multiply)
     counts["rotary"] = _fuse_rotary(model)
+    if invariant:
+        counts["invariant linears"] = sum(make_invariant(module) for module in list(model.modules()))
     log.info("fused: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
@@ -82,86 +88,7 @@ def _fused_norm(norm: Any) -> DeviceRMSNorm | None:
     return None
 
 
-class _Product:
-    """One product for linears that are asked one after the other about the same input: the first computes for all."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weights: list[torch.Tensor] = [linear.weight for linear in linears]
-        biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        self.weight = torch.cat(weights)
-        self.bias = torch.cat(biases) if biases else None
-        self._x: torch.Tensor | None = None
-        self._out: torch.Tensor | None = None
-        self._left: set[int] = set()
-        self._parts = range(len(linears))
-
-    def of(self, x: torch.Tensor, part: int) -> torch.Tensor:
-        """[…, outputs of all]. Kept until each part was asked for; what a part changes in its columns stays so."""
-        if x is not self._x or part not in self._left or self._out is None:
-            self._x, self._out, self._left = x, F.linear(x, self.weight, self.bias), set(self._parts)
-        out = self._out
-        self._left.discard(part)
-        if not self._left:
-            self._x, self._out = None, None
-        return out
-
-
-class PartLinear(nn.Linear):
-    """A linear whose output is a range of columns of a common product. Its weight is a view of the product's."""
-
-    def __init__(self, product: _Product, part: int, start: int, stop: int) -> None:
-        super().__init__(product.weight.shape[1], stop - start, bias=product.bias is not None, device="meta")
-        self.weight = nn.Parameter(product.weight[start:stop], requires_grad=False)
-        if product.bias is not None:
-            self.bias = nn.Parameter(product.bias[start:stop], requires_grad=False)
-        self.product, self.part, self.start, self.stop = product, part, start, stop
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.product.of(input, self.part)[..., self.start : self.stop]
-
-
-def _merge(parent: nn.Module, names: Sequence[str]) -> _Product | None:
-    """Merge the linears `names` of a module, where they can be; None where not."""
-    linears = [getattr(parent, name, None) for name in names]
-    plain = [linear for linear in linears if type(linear) is nn.Linear]  # a subclass may compute anything
-    if len(plain) < len(names):
-        return None
-    first = plain[0]
-    for linear in plain[1:]:
-        if linear.in_features != first.in_features or linear.weight.dtype != first.weight.dtype:
-            return None
-        if (linear.bias is None) != (first.bias is None):
-            return None
-    product, start = _Product(plain), 0
-    for part, (name, linear) in enumerate(zip(names, plain, strict=True)):
-        setattr(parent, name, PartLinear(product, part, start, start + linear.out_features))
-        start += linear.out_features
-    return product
-
-
-class GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), the first two as one product and the rest of it as one kernel."""
-
-    def __init__(self, mlp: Any, gated: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.gate_proj: PartLinear = mlp.gate_proj
-        self.up_proj: PartLinear = mlp.up_proj
-        self.down_proj = mlp.down_proj
-        self._gated = gated
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        size = gate.shape[-1]
-        if up.data_ptr() == gate.data_ptr() + size * gate.element_size() and up.stride() == gate.stride():
-            # Columns of one product, changed in place where hooks did so: the kernel reads the whole.
-            whole = gate.as_strided((*gate.shape[:-1], 2 * size), gate.stride(), gate.storage_offset())
-        else:  # a hook has put something else in their place
-            whole = torch.cat([gate, up], -1)
-        out: torch.Tensor = self.down_proj(self._gated(whole))
-        return out
-
-
-def _fuse_gated(parent: nn.Module) -> int:
+def _fuse_gated(parent: nn.Module, multiply: Multiply) -> int:
     count = 0
     children: list[tuple[str, Any]] = list(parent.named_children())
     for name, mlp in children:
@@ -175,7 +102,7 @@ def _fuse_gated(parent: nn.Module) -> int:
         weight = mlp.gate_proj.weight
         x = torch.linspace(-1.5, 1.5, 3 * weight.shape[1], device=weight.device).to(weight.dtype).view(3, -1)
         wanted = mlp(x)
-        if _merge(mlp, ("gate_proj", "up_proj")) is None:
+        if not merge(mlp, ("gate_proj", "up_proj"), multiply):
             continue
         for gated in (silu_and_mul, gelu_tanh_and_mul):
             fused = GatedMLP(mlp, gated)

@@ -80,9 +80,19 @@ def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype
 
 
 def load_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, context_length: int, weight_dtype: WeightDtype = "auto"
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_length: int,
+    weight_dtype: WeightDtype = "auto",
+    attention_backend: str = "auto",
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Load weights and try the model.
+
+    Args:
+        deterministic: on a GPU, multiply by kernels whose rows do not depend on the batch.
 
     Raises:
         ModelRefused: the folder is broken, weights are missing, or the architecture cannot run over a paged pool.
@@ -95,7 +105,13 @@ def load_model(
     ties = ties_of(model)
     num_layers = int(config.get_text_config().num_hidden_layers)
     loaded = adopt(
-        model, name=str(folder), num_layers=num_layers, context_length=context_length, weight_dtype=weight_dtype
+        model,
+        name=str(folder),
+        num_layers=num_layers,
+        context_length=context_length,
+        weight_dtype=weight_dtype,
+        attention_backend=attention_backend,
+        deterministic=deterministic,
     )
     try:
         return replace(loaded, in_place=InPlace.of(loaded.model, ties, Checkpoint(folder)))
@@ -104,7 +120,14 @@ def load_model(
 
 
 def adopt(
-    model: Any, *, name: str, num_layers: int, context_length: int, weight_dtype: WeightDtype = "auto"
+    model: Any,
+    *,
+    name: str,
+    num_layers: int,
+    context_length: int,
+    weight_dtype: WeightDtype,
+    attention_backend: str,
+    deterministic: bool,
 ) -> LoadedModel:
     """Put our attention into a transformers model and prove that it computes what it did before.
 
@@ -125,8 +148,17 @@ def adopt(
         layers = trial.layers_of(trial.look(model, parameter.device), num_layers, context_length)
         model.set_attn_implementation(IMPLEMENTATION)
         attention.attach(model)
-        _rewrite(model, parameter, weight_dtype)
-        prove = partial(trial.prove, model, attention, layers, wanted, _ROUNDED.get(weight_dtype))
+        _rewrite(model, parameter, weight_dtype, attention_backend, deterministic)
+        prove = partial(
+            trial.prove,
+            model,
+            attention,
+            layers,
+            wanted,
+            _ROUNDED.get(weight_dtype),
+            backend=attention_backend,
+            invariant=deterministic,
+        )
         invariant = prove()
         invariant = _fuse_layers(model, attention, prove, invariant)
     except trial.Mismatch as e:
@@ -136,17 +168,20 @@ def adopt(
     return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, invariant)
 
 
-def _rewrite(model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype) -> None:
+def _rewrite(
+    model: Any, parameter: torch.Tensor, weight_dtype: WeightDtype, attention_backend: str, deterministic: bool
+) -> None:
     """Everything that changes a model's speed and not what it computes."""
     if is_quantized(model):  # its linears keep the weights that their quantizer made
         log.info("%s: %d norms fused, quantised weights as they are", type(model).__name__, fuse_norms(model))
         return
-    if parameter.device.type == "cuda" and triton_is_installed():
+    by_triton = parameter.device.type == "cuda" or attention_backend == "triton"
+    if by_triton and triton_is_installed():
         from .fuse_cuda import fuse
 
-        fuse(model)
+        fuse(model, invariant=deterministic)
     norms, packed = fuse_norms(model), 0
-    if weight_dtype != "float32" and (parameter.device.type, parameter.dtype) == ("cpu", torch.float32):
+    if weight_dtype != "float32" and not by_triton and parameter.dtype == torch.float32:
         packed = pack_linears(model, weight_dtype)
         rope.fuse(model)
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...shared.messages import GenerateJob, SamplingParams
 from .attention import PagedAttention, attend_causal
 from .backends import make_backend
+from .foreign_sums import ForeignSums
 from .kv_cache import LayerShape
 from .plan import Slice
 from .runner import ModelRunner
@@ -122,33 +123,40 @@ def prove(
     layers: Sequence[LayerShape],
     wanted: Reference,
     tolerance: float | None = None,
+    *,
+    backend: str = "auto",
+    invariant: bool = False,
 ) -> bool:
     """Compute the reference's prompts over a small pool: chunks, decodes, and both in one batch.
 
     Returns:
-        Whether the logits were the same bit for bit when each prompt was computed alone and in one piece.
+        Whether a row of any batch is what it is alone: the logits were the same bit for bit when each prompt was
+        computed alone and in one piece, and nothing had a part in them that sums by the size of its batch.
 
     Args:
         tolerance: how far the logits may be apart, as a share of their length; None: as the dtype rounds.
+        backend, invariant: as in `make_backend`.
 
     Raises:
         Mismatch: with how far the logits are from the reference.
     """
     parameter = next(model.parameters())
     blocks = [-(-length // _BLOCK_SIZE) for length in _LENGTHS]
-    backend = make_backend(
-        "auto",
+    over = make_backend(
+        backend,
         layers,
         num_blocks=1 + sum(blocks),
         block_size=_BLOCK_SIZE,
         dtype=parameter.dtype,
         device=parameter.device,
+        invariant=invariant,
     )
     tables = [list(range(1, 1 + blocks[0])), list(range(1 + blocks[0], 1 + sum(blocks)))]
-    runner = ModelRunner(model, attention, backend)
-    worst, last = 0.0, {}
+    runner = ModelRunner(model, attention, over)
+    worst, last, sums = 0.0, {}, ForeignSums()
     for step in _STEPS:
-        computed = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
+        with sums:
+            computed = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
         for piece, row in zip(computed.sampled, computed.logits, strict=True):
             expected = wanted.logits[piece.sequence.arrival][piece.end - 1]
             worst = max(worst, float((row - expected).norm() / expected.norm()))
@@ -161,7 +169,7 @@ def prove(
             f"gives other logits over our pool than with transformers' eager attention: {worst:.2g} of their length "
             f"apart, where rounding explains {tolerance:g}"
         )
-    return all(torch.equal(row, last[number]) for number, row in enumerate(alone))
+    return not sums.found and all(torch.equal(row, last[number]) for number, row in enumerate(alone))
 
 
 def _slice(number: int, prompt: list[int], table: list[int], start: int, end: int) -> Slice:
