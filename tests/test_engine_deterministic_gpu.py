@@ -51,7 +51,7 @@ def test_bytes_are_a_requests_own(architecture: str, tmp_path: Path) -> None:
         engines.job(str(i), prompt, max_new_tokens=2, top_logprobs=5) for i, prompt in enumerate(prompts)
     )
     engine = engine_of(folder)
-    assert not engine._runner._alone
+    assert not engine._scheduler.fixed_chunks
     alone = engines.run(engine, [watched])["0"]
     assert alone.token_ids == engines.reference(folder, prompts[0], 2)[0]
     cached = engines.run(engine, [watched])["0"]
@@ -69,6 +69,6 @@ def test_a_model_with_other_products_is_computed_alone(tmp_path: Path, caplog: p
     folder = tiny_models.build(tmp_path / "m", "qwen3_moe", num_hidden_layers=1)
     caplog.set_level("INFO")
     engine = engine_of(folder)
-    assert engine._runner._alone
+    assert engine._scheduler.fixed_chunks
     assert "each sequence is computed alone" in caplog.text
     engine.close()

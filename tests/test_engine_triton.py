@@ -25,8 +25,8 @@ from kit import engines, tiny_models
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OUTPUT = 3
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grouped heads of 32": ("llama", {"head_dim": 32}),
-    "heads of 80": ("qwen3", {"head_dim": 80}),
+    "grouped heads of 32": ("llama", {"head_dim": 32, "num_hidden_layers": 1}),
+    "heads of 80": ("qwen3", {"head_dim": 80, "num_hidden_layers": 1}),
     "windows and softcap": ("gemma2", {}),
     "windows and sinks": ("gpt_oss", {}),
 }
@@ -38,7 +38,7 @@ def triton_engine(folder: Path, **settings: Any) -> TransformersEngine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama")
+    return tiny_models.build(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("name", MODELS)
