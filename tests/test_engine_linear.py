@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from headrace.worker.engine import onednn
 from headrace.worker.engine.linear import GatedMLP, PackedLinear, Part, WeightDtype, pack_linears
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,3 +102,22 @@ def test_a_transposed_linear_is_packed_too() -> None:
     pack_linears(holder, "auto")
     assert isinstance(holder[0], PackedLinear)
     torch.testing.assert_close(holder(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_linears_in_onednns_layout_compute_what_torchs_did() -> None:
+    """In float32, which every CPU has; bfloat16 takes the same operations where there are instructions for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 70), nn.Sequential(nn.Linear(70, 24, bias=False)), nn.LayerNorm(24)).eval()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for rows in ((1, 1), (1, 8), (40,)):
+        x = torch.randn(*rows, 33)
+        with torch.inference_mode():
+            wanted = model(x)
+        packed = copy.deepcopy(model)
+        assert onednn.pack(packed) == 2
+        with torch.inference_mode():
+            torch.testing.assert_close(packed(x), wanted, rtol=1e-5, atol=1e-5)
+    kept = [module for module in packed.modules() if isinstance(module, onednn.OneDnnLinear)]
+    for new, old in zip(kept, linears, strict=True):
+        assert torch.equal(new.weight, old.weight)
+        assert (new.in_features, new.out_features) == (old.in_features, old.out_features)

@@ -206,8 +206,9 @@ def _cells_of(model: nn.Module, name: str) -> Cells | None:
             return _Panels(linear, begin)
         bias = linear.padded_bias
         return None if bias is None else _Plain(bias[None, begin : begin + module.out_features])
-    tensor = getattr(module, attribute, None)
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
+    kept = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    tensor = kept.get(attribute)  # no attribute that is made when it is asked for
+    if tensor is None or not tensor.is_contiguous():
         return None
     plus = float(isinstance(module, FusedRMSNorm) and module.folds_one)
     return _Plain(tensor.detach().view(-1, tensor.shape[-1] if tensor.dim() else 1), plus)

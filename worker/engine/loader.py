@@ -18,7 +18,7 @@ from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
-from . import fused_layer, fused_stack, rope, trial
+from . import fused_layer, fused_stack, onednn, rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
 from .checkpoint import Checkpoint, Unreadable
@@ -68,15 +68,16 @@ def resolve_device(settings: WorkerSettings) -> torch.device:
 
 
 def resolve_dtype(settings: WorkerSettings, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device multiplies it natively, else float32."""
+    """`auto` is float32 on a CPU, whose kernels read two-byte weights as they are; on a GPU bfloat16, or float16 where
+    bfloat16 is emulated."""
     if settings.dtype != "auto":
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
-        if device.type == "cpu" and dtype != torch.float32 and not _cpu_multiplies_bfloat16():
+        if device.type == "cpu" and dtype != torch.float32 and not onednn.supported():
             log.warning("--dtype %s is emulated on this CPU; float32 is several times faster", settings.dtype)
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    return torch.float32
 
 
 def load_model(
@@ -184,6 +185,8 @@ def _rewrite(
     if weight_dtype != "float32" and not by_triton and parameter.dtype == torch.float32:
         packed = pack_linears(model, weight_dtype)
         rope.fuse(model)
+    elif (parameter.device.type, parameter.dtype) == ("cpu", torch.bfloat16) and onednn.supported():
+        packed = onednn.pack(model)
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
 
 
@@ -281,12 +284,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging_utils.enable_progress_bar()
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """AMX or AVX512-BF16 on x86, the bf16 extension on Arm; elsewhere bfloat16 is emulated and slower than float32."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
