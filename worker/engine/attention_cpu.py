@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,9 +31,10 @@ class _Places:
     def put(self, name: object, numbers: Ints) -> torch.Tensor:
         """A copy of numbers [n] or [n, m], in rows of the widest table's width where they are a table."""
         shape = (MAX_ROWS, self._widest) if name == "tables" else numbers.shape
-        held = self._tensors.setdefault((name, *shape), torch.empty(0, dtype=torch.int64))
-        if not held.numel():
-            held = self._tensors[(name, *shape)] = torch.empty(shape, dtype=torch.int64)
+        key = (name, *shape)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=torch.int64)
+        held = self._tensors[key]
         held.numpy()[tuple(slice(size) for size in numbers.shape)] = numbers
         return held
 
@@ -58,27 +61,38 @@ class _Plan:
         the end."""
         key = (heads, query_heads)
         if key not in self._tasks:
-            parts = [self._decoding(heads, query_heads // heads)]
+            tasks = self._decoding(heads, query_heads)
             first = self.batch.num_decoding
-            parts += [
+            chunks = [
                 _chunk(first + number, chunk.start, chunk.stop, chunk.num_cached, heads, query_heads)
                 for number, chunk in enumerate(self.batch.chunks)
             ]
-            tasks = np.concatenate(parts)
-            self._tasks[key] = self._tensor(key, tasks[np.argsort(-tasks[:, 4], kind="stable")])
+            if chunks:
+                tasks = np.concatenate([tasks, *chunks])
+                tasks = tasks[np.argsort(-tasks[:, 4], kind="stable")]
+            self._tasks[key] = self._tensor(key, tasks)
             if self._places is not None:
                 self._places.shapes.add(key)
         return self._tasks[key]
 
-    def _decoding(self, heads: int, group: int) -> Ints:
-        """A tile for each sequence and K/V head: the query heads that share it."""
-        first = np.arange(0, group, TILE)
-        sequence, head, start = np.meshgrid(np.arange(self.batch.num_decoding), np.arange(heads), first, indexing="ij")
-        newest = self.batch.kv_lens()[sequence] - 1
-        columns = (
-            sequence, head, head * group + start, sequence, newest, np.minimum(TILE, group - start), 0 * start
-        )  # fmt: skip
-        return np.stack([column.ravel() for column in columns], axis=1)
+    def _decoding(self, heads: int, query_heads: int) -> Ints:
+        """A tile for each sequence and K/V head: the query heads that share it. The longest first."""
+        tiles = _decoding_tiles(heads, query_heads)
+        newest = self.batch.kv_lens()[: self.batch.num_decoding] - 1
+        order = np.argsort(-newest, kind="stable")
+        tasks = np.tile(tiles, (len(order), 1, 1))
+        tasks[:, :, 0] = tasks[:, :, 3] = order[:, None]
+        tasks[:, :, 4] = newest[order][:, None]
+        return tasks.reshape(-1, tiles.shape[1])
+
+
+@functools.cache
+def _decoding_tiles(heads: int, query_heads: int) -> Ints:
+    """[tiles, 7] of one sequence, which stands in columns 0 and 3, and its newest position in column 4."""
+    group = query_heads // heads
+    head, start = (grid.ravel() for grid in np.meshgrid(np.arange(heads), np.arange(0, group, TILE), indexing="ij"))
+    none = np.zeros_like(head)
+    return np.stack([none, head, head * group + start, none, none, np.minimum(TILE, group - start), none], axis=1)
 
 
 def _chunk(sequence: int, start: int, stop: int, position: int, heads: int, query_heads: int) -> Ints:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -103,10 +104,8 @@ class AttentionBatch:
 
     def places(self) -> tuple[Ints, Ints]:
         """Block and offset of each row of the flat batch."""
-        positions, tables = [self._kv_lens - 1], []
-        if self.num_decoding:
-            last = (self._kv_lens - 1) // self._block_size
-            tables.append(np.take_along_axis(self._tables, last[:, None], 1)[:, 0])
+        newest = self._kv_lens - 1
+        positions, tables = [newest], [self._tables[np.arange(len(newest)), newest // self._block_size]]
         for chunk in self.chunks:
             place = np.arange(chunk.num_cached, chunk.kv_len)
             positions.append(place)
@@ -115,10 +114,14 @@ class AttentionBatch:
 
     def kv_lens(self) -> Ints:
         """[sequences] tokens that the last row of each may see."""
-        return np.concatenate([self._kv_lens, [chunk.kv_len for chunk in self.chunks]]).astype(np.int64)
+        if not self.chunks:
+            return self._kv_lens
+        return np.concatenate([self._kv_lens, np.array([chunk.kv_len for chunk in self.chunks], dtype=np.int64)])
 
     def tables(self) -> Ints:
         """[sequences, blocks of the longest] block tables, filled up with the null block."""
+        if not self.chunks:
+            return self._tables
         tables = [*self._tables, *(chunk.table for chunk in self.chunks)]
         out = np.full((len(tables), max(len(table) for table in tables)), NULL_BLOCK, dtype=np.int64)
         for row, table in zip(out, tables, strict=True):
@@ -154,14 +157,11 @@ class FlatBatch:
     def build(cls, slices: Sequence[Slice], block_size: int, *, dtype: torch.dtype, device: torch.device) -> FlatBatch:
         ordered = tuple(sorted(slices, key=lambda piece: piece.length > 1))  # stable: decoding ones come first
         ids = [i for piece in ordered for i in piece.token_ids]
-        positions = np.concatenate([np.arange(piece.start, piece.end) for piece in ordered])
-        ends = np.cumsum([piece.length for piece in ordered])
-        counts = [piece.num_sampled for piece in ordered]
-        sampled = [np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)]
-        scored = [
-            np.array(piece.scored) + end - piece.end for end, piece in zip(ends, ordered, strict=True) if piece.scored
-        ]
-        rows = np.concatenate([*sampled, *scored])
+        positions = [position for piece in ordered for position in range(piece.start, piece.end)]
+        ends = list(accumulate(piece.length for piece in ordered))
+        rows = [row for piece, end in zip(ordered, ends, strict=True) for row in range(end - piece.num_sampled, end)]
+        for piece, end in zip(ordered, ends, strict=True):
+            rows += [place + end - piece.end for place in piece.scored]
         tensors = [upload_ints(values, device) for values in (ids, positions, rows)]
         attention = AttentionBatch(ordered, block_size, dtype=dtype, device=device)
         return cls(ordered, tensors[0][None], tensors[1][None], tensors[2], attention)

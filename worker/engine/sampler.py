@@ -55,7 +55,7 @@ class Sampler:
         self._columns: _Columns | None = None
         one = torch.ones(1, device=device)
         Masks({}, np.full((1, 2), -1, dtype=np.int32)).apply(one[None], [])
-        self._draw(one[None], _Columns([], one, one.int(), one, one, [0], [], []), [0])
+        self._draw(one[None], _Columns([], one, one.int(), one, one, [0], False, one.int(), [], []), [0])
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Rows[Row], masks: Masks | None = None) -> list[Sample]:
@@ -99,7 +99,7 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, columns: _Columns, positions: Rows[int]) -> torch.Tensor:
         """[S] int64; -1 where a row has no token to take."""
-        keys = row_keys(columns.seeds, positions, self._device)
+        keys = columns.keys if columns.greedy else row_keys(columns.seeds, positions, self._device)
         limits = columns.top_ks, columns.top_ps, columns.min_ps
         return _kernel(self._device.type)(logits, columns.temperatures, *limits, keys)
 
@@ -114,19 +114,23 @@ class _Columns:
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     seeds: list[int]
+    greedy: bool  # all of them, so that no noise is made and any keys will do
+    keys: torch.Tensor
     asked: list[int]  # rows that want logprobs
     adjusted: list[int]  # rows that may need penalties, biases or bans
 
     @classmethod
     def of(cls, sequences: list[Sequence], device: torch.device) -> _Columns:
-        params = [sequence.params for sequence in sequences]
+        params, seeds = [sequence.params for sequence in sequences], [sequence.seed for sequence in sequences]
         return cls(
             sequences,
             upload(np.array([0.0 if s.greedy else s.temperature for s in params], dtype=np.float32), device),
             upload(np.array([min(max(s.top_k, 0), _MOST) for s in params], dtype=np.int32), device),
             upload(np.array([s.top_p for s in params], dtype=np.float32), device),
             upload(np.array([s.min_p for s in params], dtype=np.float32), device),
-            [sequence.seed for sequence in sequences],
+            seeds,
+            all(s.greedy or s.temperature == 0.0 for s in params),
+            row_keys(seeds, [0] * len(seeds), device),
             [place for place, sequence in enumerate(sequences) if sequence.job.return_logprob],
             [place for place, s in enumerate(params) if may_need_adjusting(s)],
         )
