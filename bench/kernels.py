@@ -130,23 +130,24 @@ def rows(dtype: torch.dtype) -> Iterator[Case]:
         )
     for segments, length in ((64, 1), (8, 512)):
         x, y = rand(segments * length, 1024, dtype=dtype), rand(segments * length, 3072, dtype=dtype)
-        a, b = rand(8, 16, 1024, dtype=dtype), rand(8, 3072, 16, dtype=dtype)
+        pairs = [(rand(16, 1024, dtype=dtype), rand(3072, 16, dtype=dtype)) for _ in range(8)]
+        factors = lora.LoraFactors.of(pairs, torch.device(DEVICE))
         bounds = torch.arange(0, segments * length + 1, length, dtype=torch.int32, device=DEVICE)
-        adapters, scales = torch.arange(segments, device=DEVICE).int() % 8, torch.ones(8, device=DEVICE)
-        h = lora.lora_shrink(x, a, bounds, adapters)
+        adapters = torch.arange(segments, device=DEVICE).int() % 8
+        shrunk = lora.lora_shrink(x, factors, bounds, adapters)
         yield Case(
             "lora_shrink",
             f"{segments}x{length}",
-            lambda x=x, a=a, b=bounds, n=adapters: lora.lora_shrink(x, a, b, n),
-            lambda x=x, a=a, b=bounds, n=adapters: lora.lora_shrink_reference(x, a, b, n),
-            bytes=size(x, a, h),
+            lambda a=(x, factors, bounds, adapters): lora.lora_shrink(*a),
+            lambda a=(x, factors, bounds, adapters): lora.lora_shrink_reference(*a),
+            bytes=size(x, shrunk, *(a for a, _ in pairs)),
         )
         yield Case(
             "lora_expand",
             f"{segments}x{length}",
-            lambda h=h, w=b, y=y, s=scales, b=bounds, n=adapters: lora.lora_expand(h, w, y, s, b, n),
-            lambda h=h, w=b, y=y, s=scales, b=bounds, n=adapters: lora.lora_expand_reference(h, w, y, s, b, n),
-            bytes=size(h, b) + 2 * size(y),
+            lambda a=(shrunk, factors, y, bounds, adapters): lora.lora_expand(*a),
+            lambda a=(shrunk, factors, y, bounds, adapters): lora.lora_expand_reference(*a),
+            bytes=size(shrunk, *(b for _, b in pairs)) + 2 * size(y),
         )
 
 

@@ -98,9 +98,9 @@ def rows(dtype: torch.dtype, variants: int | None) -> None:
         for bias in (weight[:97], None)[:variants]:
             for spread in (True, False):
                 matmul.linear(x, tensor(97, size, dtype=dtype), bias, spread=spread)
-        adapters, segments = tensor(2, 16, size, dtype=dtype), ints(3)
-        h = lora.lora_shrink(x, adapters, segments, ints(2))
-        lora.lora_expand(h, tensor(2, size, 16, dtype=dtype), x, tensor(2), segments, ints(2))
+        pair, segments = (tensor(16, size, dtype=dtype), tensor(size, 16, dtype=dtype)), ints(3)
+        factors = lora.LoraFactors.of([pair, None], x.device)
+        lora.lora_expand(lora.lora_shrink(x, factors, segments, ints(2)), factors, x, segments, ints(2))
     q, k, angles = tensor(5, 4, 128, dtype=dtype), tensor(5, 2, 128, dtype=dtype), tensor(5, 128, dtype=dtype)
     pool, norm = tensor(9, 2, 16, 128, dtype=dtype), heads.HeadNorm(tensor(128, dtype=dtype), 1e-6)
     rope.norm_rope_store(q, k, k, angles, angles, pool, pool, longs(5), q_norm=norm, k_norm=norm)
