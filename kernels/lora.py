@@ -4,9 +4,9 @@
     shrink     x [T, K]  @  A [rank, K]^T   ->  h [T, largest rank] float32
     expand     h  @  B [N, rank]^T          ->  added to y [T, N]
 
-Factors stay where they were loaded, of any rank: a table holds their addresses. One product serves both ways. Its programs
-find their segments as attention's find their sequences, so that the grid follows from the numbers of rows and segments
-alone; tiles follow from the linear alone, so that a row sums in one order whatever stands beside it.
+Factors stay where they were loaded, of any rank: a table holds their addresses. One product serves both ways. Its
+programs find their segments as attention's find their sequences, so that the grid follows from the numbers of rows and
+segments alone; tiles follow from the linear alone, so that a row sums in one order whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LoraFactors:
     """What several adapters add to one linear.
 
     Attributes:
-        pairs: of each adapter A [rank, K] and B [N, rank], dense and of one dtype, its scale in B; None: it adds nothing.
+        pairs: of each adapter A [rank, K] and B [N, rank], dense, of one dtype, its scale in B; None: it adds nothing.
         pointers: [2, adapters] int64, the addresses of A and B.
         ranks: [adapters] int32; 0 where an adapter adds nothing.
     """

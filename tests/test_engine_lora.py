@@ -76,6 +76,21 @@ def check(folders: Folders, model: str, prompt: list[int], generation: Generatio
         assert logprob.logprob == pytest.approx(row.max().item(), abs=2e-3), model
 
 
+def test_kernels_that_take_all_adapters_at_once_add_the_same(folders: Folders) -> None:
+    """On a GPU; without one in Triton's interpreter. A chunk of one request is computed beside tokens of others."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = serving(folders, device=device, attention_backend="triton")
+    names, prompts = ("attention", "m", "everything"), (PROMPTS[0], PROMPTS[3], PROMPTS[4])
+    pairs = list(zip(names, prompts, strict=True))
+    done = run(engine, [of(name, name, prompt, top_logprobs=1, max_new_tokens=1 + (name == "m")) for name, prompt in pairs])
+    engine.drop_lora("attention")
+    engine.add(of("patterns", "patterns", PROMPTS[4], top_logprobs=1, max_new_tokens=1))
+    done |= drain(engine)
+    for name, prompt in (*pairs, ("patterns", PROMPTS[4])):
+        check(folders, name, prompt, done[name])
+    engine.close()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_mixed_batch_is_each_adapters_own_model(folders: Folders, deterministic: bool) -> None:
     engine = serving(folders, deterministic=deterministic)

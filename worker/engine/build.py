@@ -53,7 +53,8 @@ def build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tup
     record = None
     if isinstance(backend, TritonAttention) and settings.cuda_graphs and not alone:
         record = _recorder(card, loaded, max_running, settings.block_size)
-    adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device)
+    grouped = isinstance(backend, TritonAttention)
+    adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device, grouped=grouped)
     return scheduler, ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=alone, record=record)
 
 

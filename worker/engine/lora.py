@@ -1,17 +1,13 @@
 """Adapters over one model, several in one batch: each row of a step has the adapter of its sequence, or none.
 
-    rows     | d0 | d1 | d2 | c0 c0 c0 c0 |
-    adapter    A    -    B        A             A: rows 0, 3 … 6 · B: row 2 · row 1 costs nothing
-
 A forward hook on a linear adds what the adapters of the step add to its output. A linear has a hook only while a loaded
 adapter, or one that a sequence still runs with, has factors for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,32 +16,20 @@ from transformers.pytorch_utils import Conv1D
 
 from ...shared.errors import Conflict, NotFound
 from .adapter import Adapter
+from .lora_step import Grouped, OneByOne, Planner, Step
 from .plan import Slice
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a linear's output stands: in columns `start … stop` of a module's."""
-
-    module: nn.Module
-    start: int
-    stop: int
-
-
-def sites(model: nn.Module) -> dict[str, Site]:
+def sites(model: nn.Module) -> dict[str, nn.Module]:
     """The linears that take an adapter, by path. The output head is none of them: it sees the sampled rows alone."""
-    found = {}
     ours: Any = model
     head = ours.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for path, module in model.named_modules():
-        if module is not head and (shape := _shape(module)) is not None:
-            found[path] = Site(module, 0, shape[1])
-    return found
+    return {path: module for path, module in model.named_modules() if module is not head and _shape(module)}
 
 
 def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each of `sites`."""
-    return {path: shape for path, site in sites(model).items() if (shape := _shape(site.module)) is not None}
+    return {path: shape for path, module in sites(model).items() if (shape := _shape(module)) is not None}
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
@@ -56,27 +40,19 @@ def _shape(module: nn.Module) -> tuple[int, int] | None:
     return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The rows of a step that one adapter has: a run of them, or an index [rows] int64. `total` is the step's."""
-
-    adapter: Adapter
-    rows: slice | torch.Tensor
-    total: int
-
-
 class Adapters:
     """The adapters of one model by name.
 
     Args:
         limit: how many may be loaded at a time.
+        grouped: compute the adapters of a step together, by Triton's kernels.
     """
 
-    def __init__(self, model: nn.Module, *, limit: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, limit: int, device: torch.device, grouped: bool = False) -> None:
         self._limit = limit
-        self._device = device
         self._loaded: dict[str, Adapter] = {}
-        self._groups: Sequence[Group] = ()
+        self._planner: Planner = Grouped(device) if grouped else OneByOne(device)
+        self._step: Step | None = None
         self._hooks: dict[nn.Module, Any] = {}
         self._hooked: set[str] = set()  # paths of linears with a hook
         self.attach(model)
@@ -87,9 +63,7 @@ class Adapters:
             hook.remove()
         self._hooks = {}
         self._sites = sites(model)
-        self._parts: dict[nn.Module, list[tuple[str, Site]]] = {}
-        for path, site in self._sites.items():
-            self._parts.setdefault(site.module, []).append((path, site))
+        self._paths = {module: path for path, module in self._sites.items()}
         paths, self._hooked = self._hooked, set()
         self._hook(paths)
 
@@ -129,66 +103,31 @@ class Adapters:
     @contextmanager
     def over(self, slices: Iterable[Slice]) -> Iterator[None]:
         """Add to a forward's linears what the slices' adapters add. `slices` stand in the order of their rows."""
-        self._groups = _groups(slices, self._device)
+        self._step = self._planner.plan(slices, self._loaded.values())
         self._unhook()
         try:
             yield
         finally:
-            self._groups = ()
+            self._step = None
 
     def _hook(self, paths: Iterable[str]) -> None:
         self._hooked.update(paths)
         for path in self._hooked:
-            module = self._sites[path].module
+            module = self._sites[path]
             if module not in self._hooks:
                 self._hooks[module] = module.register_forward_hook(self._add)
 
     def _unhook(self) -> None:
         """Once nothing is loaded and nothing runs with an adapter, linears are as they were."""
-        if self._hooks and not self._loaded and not self._groups:
+        if self._hooks and not self._loaded and self._step is None:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks, self._hooked = {}, set()
 
     def _add(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not self._groups:
+        if self._step is None:
             return
         x, y = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])  # never a copy: it is added to in place
-        for group in self._groups:
-            if x.shape[0] != group.total:  # the step's error, and not the end of the worker
-                raise ValueError(f"{type(module).__name__} with an adapter does not see every row of a step")
-            rows = None
-            for path, site in self._parts[module]:
-                factors = group.adapter.factors.get(path)
-                if factors is None:
-                    continue
-                if rows is None:
-                    rows = x[group.rows]
-                delta = factors(rows)
-                part = y[:, site.start : site.stop]
-                if isinstance(group.rows, slice):
-                    part[group.rows] += delta
-                else:
-                    part.index_add_(0, group.rows, delta)
-
-
-def _groups(slices: Iterable[Slice], device: torch.device) -> list[Group]:
-    """The rows of each adapter, in the order in which adapters first appear."""
-    runs: dict[Adapter, list[tuple[int, int]]] = {}
-    row = 0
-    for piece in slices:
-        adapter, end = piece.sequence.adapter, row + piece.length
-        if adapter is not None:
-            mine = runs.setdefault(adapter, [])
-            if mine and mine[-1][1] == row:
-                mine[-1] = mine[-1][0], end
-            else:
-                mine.append((row, end))
-        row = end
-    return [Group(adapter, _rows(mine, device), row) for adapter, mine in runs.items()]
-
-
-def _rows(runs: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
-    if len(runs) == 1:
-        return slice(*runs[0])
-    return torch.cat([torch.arange(start, end) for start, end in runs]).to(device, non_blocking=True)
+        if x.shape[0] != self._step.total:  # the step's error, and not the end of the worker
+            raise ValueError(f"{type(module).__name__} with an adapter does not see every row of a step")
+        self._step.add(self._paths[module], x, y)
