@@ -37,6 +37,8 @@ Kind = Literal[
 ]
 PauseMode = Literal["abort", "retract", "in_place"]
 
+LATELY_MS = 120_000  # more than workers take from a command to its note in the pool's state
+
 # What a lock's holder alone may delete.
 _UNLOCK = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
@@ -119,9 +121,15 @@ class Inbox:
         self._client.pexpire(key, keys.REPLY_TTL_MS)
 
     def state(self) -> PoolState:
-        """What the pool was told before we came."""
-        raw = {k.decode(): v.decode() for k, v in self._client.hgetall(keys.pool_state(self._pool)).items()}
-        return PoolState(raw.get("weights") or None, raw.get("weight_version", ""), raw.get("paused") or None)
+        """What the pool was told before we came: its state, and what was said so lately that nobody may have noted
+        it yet."""
+        changes = {k.decode(): v.decode() for k, v in self._client.hgetall(keys.pool_state(self._pool)).items()}
+        seconds, _ = self._client.time()
+        for _, fields in self._client.xrange(self.stream, min=1000 * seconds - LATELY_MS, max=self.position):
+            changes |= _changes(Command.decode(fields[b"c"]))
+        return PoolState(
+            changes.get("weights") or None, changes.get("weight_version", ""), changes.get("paused") or None
+        )
 
     def note(self, **changes: str) -> None:
         """Change the pool's state: for workers that come later. Every worker that obeyed writes the same."""
@@ -133,11 +141,21 @@ class Inbox:
         """We are listed no more; the last of a pool takes its state along, so that a new start is a new start."""
         others = (p for p in processes(self._client) if p.role == "worker" and p.extra.get("pool") == self._pool)
         if next(others, None) is None:
-            self._client.delete(keys.pool_state(self._pool))
+            self._client.delete(keys.pool_state(self._pool), self.stream)
 
     def keep_state(self) -> None:
         """Say that the pool has a worker, so that its state stays."""
         self._client.pexpire(keys.pool_state(self._pool), keys.POOL_STATE_TTL_MS)
+
+
+def _changes(command: Command) -> dict[str, str]:
+    """What a worker that obeys a command notes in the pool's state."""
+    args = command.args
+    if command.kind in ("pause", "continue"):
+        return {"paused": args["mode"] if command.kind == "pause" else ""}
+    if command.kind == "commit" and args["read"] == "read_weights":
+        return {"weights": args["folder"], "weight_version": args["version"]}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.control import Answers, Command, ControlChannel, Inbox, Outcome, PoolState
 from headrace.shared.errors import Conflict, EngineError, InvalidRequest, RequestError, Unavailable
 from headrace.shared.registry import Membership, ProcessInfo, processes_async
-from headrace.worker.control import _OURS
 from headrace.worker.interface import Beside
 from headrace.worker.reading import Reading
+from headrace.worker.updates import OURS
 
 
 @pytest.fixture
@@ -170,6 +170,34 @@ def test_the_stream_of_commands_stays_short(client: Client, redis_url: str) -> N
     assert client.xlen(keys.control("p")) < 2 * keys.COMMANDS_KEPT
 
 
+def test_who_comes_between_a_command_and_its_note_follows_it(client: Client) -> None:
+    Inbox(client, "p", "first").note(weights="/w", weight_version="two")
+    weights = {"token": "t", "limit_s": 1, "folder": "/x", "read": "read_weights", "mode": "abort", "version": "three"}
+    for number, command in enumerate(
+        (
+            Command("1", "continue"),
+            Command("2", "pause", {"mode": "retract"}),
+            Command("3", "commit", {**weights, "read": "read_lora"}),
+            Command("4", "commit", weights),
+        )
+    ):
+        client.xadd(keys.control("p"), {"c": command.encode()})
+        assert number < 1 or Inbox(client, "p", "late").state().paused == "retract"
+    assert Inbox(client, "p", "late").state() == PoolState("/x", "three", "retract")
+
+
+def test_what_was_said_long_ago_is_in_the_state_or_over(client: Client) -> None:
+    client.xadd(keys.control("p"), {"c": Command("1", "pause", {"mode": "abort"}).encode()}, id="1000-0")
+    assert Inbox(client, "p", "late").state() == PoolState()
+
+
+def test_the_last_worker_takes_along_what_was_said(client: Client) -> None:
+    inbox = Inbox(client, "p", "only")
+    client.xadd(keys.control("p"), {"c": Command("1", "pause", {"mode": "abort"}).encode()})
+    inbox.leave()
+    assert Inbox(client, "p", "new").state() == PoolState()
+
+
 @pytest.mark.parametrize(
     ("raised", "told"), [(KeyError("x"), EngineError), (InvalidRequest("no such folder"), InvalidRequest)]
 )
@@ -184,4 +212,4 @@ def test_whatever_a_reader_stumbles_over_is_answered_and_the_loop_goes_on(
         time.sleep(0.001)
     with pytest.raises(told):
         reading.result()
-    assert issubclass(told, (RequestError, *_OURS))
+    assert issubclass(told, (RequestError, *OURS))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import redis.exceptions
@@ -262,3 +264,46 @@ def test_a_worker_without_the_weights_that_the_others_serve_ends(client: Client)
     with pytest.raises(ConfigError, match=r"were told to serve /elsewhere as version '2'.*sees no folder"):
         obey_to_the_end(control)
     assert engine.card.weight_version == "default"
+
+
+class Outage:
+    """A client whose next `left` writes are cut off."""
+
+    def __init__(self, client: Client, left: int) -> None:
+        self._client = client
+        self.left = left
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("pipeline", "eval", "hset") and self.left:
+            self.left -= 1
+            raise redis.exceptions.ConnectionError("cut off")
+        return getattr(self._client, name)
+
+
+@pytest.mark.parametrize("left", range(1, 6))
+@pytest.mark.parametrize("kind", ["pause", "commit"])
+def test_an_outage_while_a_worker_obeys_delays_its_answer_and_loses_nothing(
+    client: Client, kind: Literal["pause", "commit"], left: int
+) -> None:
+    cut = Outage(client, 0)
+    engine, member = Updated(Told()), Membership(ProcessInfo("worker"))
+    models = ServedModels(cut, member, b"")
+    control = Controller(engine, Inbox(cut, "m", "w"), "w", models, PoolAdapters(engine, models))
+    control.join()
+    weights = {"token": "t", "limit_s": 30, "folder": "/new", "read": "read_weights", "version": "2"}
+    client.xadd(keys.control("m"), {"c": Command("1", kind, {"mode": "in_place", **weights}).encode()})
+    cut.left = left
+    for _ in range(200):
+        with contextlib.suppress(redis.exceptions.ConnectionError):
+            control.obey()
+        control.look()
+        time.sleep(0.002)
+        if client.exists(keys.control_replies("1")):
+            break
+    assert cut.left == 0
+    ((_, reply),) = client.xrange(keys.control_replies("1"))
+    assert Outcome.decode(reply[b"o"]).ok
+    noted = client.hgetall(keys.pool_state("m"))
+    assert noted == ({b"paused": b"in_place"} if kind == "pause" else {b"weights": b"/new", b"weight_version": b"2"})
+    assert control.standing_still == (kind == "pause")
+    assert member.info.extra["paused" if kind == "pause" else "weight_version"] == (True if kind == "pause" else "2")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ..shared.errors import ConfigError, Conflict, NotFound, RequestError
@@ -29,6 +30,18 @@ class Models(Protocol):
     def adapters(self, pool: str) -> list[ModelCard]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read. `use` lets the engine serve it and says its content id; `publish` tells the others of
+    it, by that id. Both are called between two steps."""
+
+    use: Callable[[], str]
+    publish: Callable[[str], None]
+
+    def serve(self) -> None:
+        self.publish(self.use())
+
+
 class PoolAdapters:
     """Puts adapters into the engine and their cards into the registry."""
 
@@ -44,13 +57,13 @@ class PoolAdapters:
         """
         for name, folder in wanted.items():
             try:
-                self.read(name, folder)()
+                self.read(name, folder).serve()
             except RequestError as e:
                 raise ConfigError(f"--lora {name}={folder} (HEADRACE_LORA): {e.message}") from e
         for card in self._models.adapters(self._engine.card.pool):
             try:
                 if card.name not in self._engine.loras():
-                    self.read(card.name, card.lora)()
+                    self.read(card.name, card.lora).serve()
             except RequestError as e:
                 log.warning("adapter %s: %s; it is tried again when a request asks for it", card.name, e.message)
 
@@ -67,37 +80,33 @@ class PoolAdapters:
         if card is None or card.pool != base.pool:
             raise NotFound(f"The model '{job.model}' was removed while the request waited.", param="model")
         if card.lora:
-            self.read(card.name, card.lora)()
+            self.read(card.name, card.lora).serve()
 
-    def read(self, name: str, folder: str) -> Callable[[], str]:
+    def read(self, name: str, folder: str) -> ReadAdapter:
         """Read an adapter and check it; called on any thread.
 
-        Returns:
-            What serves it under `name` and says its content id; called between two steps.
-
         Raises:
-            InvalidRequest, Conflict, Unavailable: it cannot be served.
+            InvalidRequest, Conflict: it cannot be served.
         """
         registered = self._models.card(name)
         if name == self._engine.card.name or (registered is not None and not registered.lora):
             raise Conflict(f"'{name}' is the name of a model that is no adapter", param="lora_name")
         if registered is not None and registered.pool != self._engine.card.pool:
             raise Conflict(f"'{name}' is the name of an adapter of '{registered.pool}'", param="lora_name")
-        use = self._engine.read_lora(name, folder)
+        return ReadAdapter(self._engine.read_lora(name, folder), partial(self._publish, name, folder))
 
-        def serve() -> str:
-            version = use()
-            card = replace(self._engine.card, name=name, lora=folder, weight_version=version, created=int(time.time()))
-            self._models.serve(card)
-            self._models.say(loras=sorted(self._engine.loras()))
-            log.info("serving adapter %s (%s) from %s", name, version, folder)
-            return version
-
-        return serve
-
-    def unload(self, name: str) -> None:
-        """Serve an adapter no more. What runs with it goes on; what waits for it will be refused."""
+    def drop(self, name: str) -> None:
+        """Compute with an adapter no more. What runs with it goes on; what waits for it will be refused."""
         if name in self._engine.loras():  # else it could not be loaded here
             self._engine.drop_lora(name)
+
+    def retire(self, name: str) -> None:
+        """Take the card of an adapter that was dropped off the list."""
         self._models.retire(name)
         self._models.say(loras=sorted(self._engine.loras()))
+
+    def _publish(self, name: str, folder: str, version: str) -> None:
+        card = replace(self._engine.card, name=name, lora=folder, weight_version=version, created=int(time.time()))
+        self._models.serve(card)
+        self._models.say(loras=sorted(self._engine.loras()))
+        log.info("serving adapter %s (%s) from %s", name, version, folder)
