@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from headrace.shared.errors import InvalidRequest
 from headrace.worker.engine.engine import TransformersEngine
-from headrace.worker.engine.grammar import Grammar, Grammars
+from headrace.worker.engine.grammar import COMPILING, Grammar, Grammars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import engines, tiny_models, tokenizers
@@ -181,6 +183,42 @@ def test_others_run_while_a_grammar_compiles(engine: TransformersEngine) -> None
     assert engine.free_slots() == 6
     engine.abort("a")
     assert engines.drain(engine).keys() == {"b"}
+
+
+def test_grammars_that_never_compile_are_refused_and_others_are_not(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, compilers = threading.Event(), engine._grammars._compilers
+    compile_at_once = compilers.compile
+
+    def compile(grammar: Grammar) -> Any:
+        assert grammar.kind != "ebnf" or go.wait(60)
+        return compile_at_once(grammar)
+
+    monkeypatch.setattr(engine._grammars._turns, "_compile", compile)
+    monkeypatch.setattr(engine._grammars._turns, "_limit_s", 0.1)
+    for n in range(COMPILING):
+        engine.add(constrained(rid=f"stuck {n}", ebnf=f'root ::= "{n}"'))
+    engine.add(constrained(rid="behind", regex="[ab]{3}"))
+    done = engines.drain(engine)
+    assert done["behind"].finish is not None
+    assert done["behind"].finish.type == "stop"
+    for n in range(COMPILING):
+        finish = done[f"stuck {n}"].finish
+        assert finish is not None
+        assert (finish.status, finish.param) == (400, "ebnf")
+        assert "takes more than" in (finish.message or "")
+    engine.add(constrained(rid="one more", regex="[ab]{4}"))
+    finish = engines.drain(engine)["one more"].finish
+    assert finish is not None
+    assert finish.status == 429
+    go.set()
+    while engine._grammars._turns._lost:
+        time.sleep(0.001)
+    engine.add(constrained(rid="late", ebnf='root ::= "0"'))
+    finish = engines.drain(engine)["late"].finish
+    assert finish is not None
+    assert finish.type == "stop"
 
 
 def test_a_compiled_grammar_is_kept(folder: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...shared.errors import EngineError, InvalidRequest
+from ...shared.errors import EngineError, RequestError
 from ...shared.messages import Finish
 from .grammar import Grammar, Grammars, Matcher
 from .sequence import Sequence
@@ -18,16 +17,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPILE_S = 30.0  # a grammar that takes longer is refused
 WAIT_S = 0.02  # at once, while nothing else is to do
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     sequence: Sequence
-    grammar: Grammar
     compiled: Future[xgrammar.CompiledGrammar]
-    until: float  # monotonic seconds
 
 
 class Preparing:
@@ -48,7 +44,7 @@ class Preparing:
 
     def add(self, sequence: Sequence, grammar: Grammar) -> None:
         compiled = self._grammars.compile(grammar)
-        self._waiting[sequence.rid] = _Waiting(sequence, grammar, compiled, time.monotonic() + COMPILE_S)
+        self._waiting[sequence.rid] = _Waiting(sequence, compiled)
 
     def remove(self, rid: str) -> None:
         self._waiting.pop(rid, None)
@@ -61,15 +57,15 @@ class Preparing:
         """Those that can begin, with their matcher after what was produced before, and why others never can."""
         ready: list[Sequence] = []
         refused: list[tuple[str, Finish]] = []
-        now = time.monotonic()
+        self._grammars.expire()
         for rid, waiting in list(self._waiting.items()):
-            if not waiting.compiled.done() and now < waiting.until:
+            if not waiting.compiled.done():
                 continue
             del self._waiting[rid]
             try:
                 waiting.sequence.matcher = self._matcher(waiting)
                 ready.append(waiting.sequence)
-            except InvalidRequest as e:
+            except RequestError as e:
                 refused.append((rid, Finish("error", message=e.message, status=e.status, param=e.param)))
             except EngineError as e:
                 log.error("%s", e, extra={"request_id": rid})
@@ -77,10 +73,7 @@ class Preparing:
         return ready, refused
 
     def _matcher(self, waiting: _Waiting) -> Matcher:
-        """Raises InvalidRequest where the grammar is no good, EngineError where the output so far does not match."""
-        if not waiting.compiled.done():
-            kind = waiting.grammar.kind
-            raise InvalidRequest(f"'{kind}' takes more than {COMPILE_S:.0f} s to compile; make it smaller.", param=kind)
+        """Raises RequestError where the grammar is no good, EngineError where the output so far does not match."""
         sequence = waiting.sequence
         matcher = self._grammars.matcher(waiting.compiled.result(), list(sequence.stop_ids))
         if not all(map(matcher.accept, output := sequence.output_ids)):
