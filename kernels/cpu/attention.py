@@ -122,15 +122,21 @@ def attend(
 
 
 @cpu_jit
-def _scores(q, q_stride, rows, keys, table, first, last, heads, head, key_dim, scores, width):
+def _scores(q, q_stride, rows, keys, table, first, last, heads, head, key_dim, scores, width, after):
+    """`after` is what the last blocks fetch."""
     size, cells, block = 4 * key_dim * PANEL, scores, first
     while block + 1 < last:
         panels = keys + (table[block] * heads + head) * size, keys + (table[block + 1] * heads + head) * size
-        multiply_two(FLOAT32, 0, q, q_stride, panels, key_dim, (cells, cells + 4 * PANEL), (width, width), rows)
+        # Blocks are pages apart, which no prefetcher foresees.
+        aheads = (after, after + size)
+        if block + 3 < last:
+            aheads = keys + (table[block + 2] * heads + head) * size, keys + (table[block + 3] * heads + head) * size
+        outs = (cells, cells + 4 * PANEL)
+        multiply_two(FLOAT32, 0, q, q_stride, panels, aheads, key_dim, outs, (width, width), rows)
         block, cells = block + 2, cells + 8 * PANEL
     if block < last:
         panel = keys + (table[block] * heads + head) * size
-        multiply(FLOAT32, 0, q, q_stride, panel, key_dim, cells, width, rows)
+        multiply(FLOAT32, 0, q, q_stride, panel, panel, key_dim, cells, width, rows)
 
 
 @cpu_jit
@@ -167,16 +173,17 @@ def _mix(scores, width, rows, values, table, first, last, heads, head, columns, 
     cells = floats_at(mixed)
     for i in range(rows * columns * PANEL):
         cells[i] = np.float32(0.0)
+    size, stride = 4 * PANEL * PANEL, columns * PANEL
     for block in range(first, last):
-        row = values + 4 * (table[block] * heads + head) * columns * PANEL * PANEL
-        weights, out = scores + 4 * (block - first) * PANEL, mixed
-        size, stride, column = 4 * PANEL * PANEL, columns * PANEL, 0
+        row = values + (table[block] * heads + head) * columns * size
+        ahead = values + (table[min(block + 1, last - 1)] * heads + head) * columns * size
+        weights, out, column = scores + 4 * (block - first) * PANEL, mixed, 0
         while column + 1 < columns:
-            panels, outs = (row, row + size), (out, out + 4 * PANEL)
-            multiply_two(FLOAT32, 1, weights, width, panels, PANEL, outs, (stride, stride), rows)
-            row, out, column = row + 2 * size, out + 8 * PANEL, column + 2
+            panels, aheads, outs = (row, row + size), (ahead, ahead + size), (out, out + 4 * PANEL)
+            multiply_two(FLOAT32, 1, weights, width, panels, aheads, PANEL, outs, (stride, stride), rows)
+            row, ahead, out, column = row + 2 * size, ahead + 2 * size, out + 8 * PANEL, column + 2
         if column < columns:
-            multiply(FLOAT32, 1, weights, width, row, PANEL, out, stride, rows)
+            multiply(FLOAT32, 1, weights, width, row, ahead, PANEL, out, stride, rows)
 
 
 @cpu_jit
@@ -201,7 +208,8 @@ def _tile(words, task, scores, mixed, inverses):
 
     q = words[1] + 4 * (query_head * words[17] + row * words[18])
     q_stride = words[18] if along else words[17]
-    _scores(q, q_stride, rows, words[2], table, first, last, heads, head, key_dim, scores, width)
+    after = words[3] + 4 * PANEL * PANEL * (table[first] * heads + head) * columns
+    _scores(q, q_stride, rows, words[2], table, first, last, heads, head, key_dim, scores, width, after)
     for r in range(rows):
         end = position + r * along + 1
         begin = max(end - window, 0) if window > 0 else 0

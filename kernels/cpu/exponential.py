@@ -18,19 +18,15 @@ _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole numb
 
 
 @intrinsic
-def _bits(typing: Any, value: Any) -> Any:
+def _power_of_two(typing: Any, shifted: Any) -> Any:
+    """2**n as float32, where `shifted` is n + _ROUND. In LLVM, since numba would add in 64 bits."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
+        integer = ir.IntType(32)
+        n = builder.add(builder.bitcast(arguments[0], integer), integer(127))
+        return builder.bitcast(builder.shl(n, integer(23)), ir.FloatType())
 
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def _from_bits(typing: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
+    return types.float32(types.float32), generate
 
 
 @cpu_jit
@@ -47,7 +43,7 @@ def exp(x):
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     y = p * r * r + r + np.float32(1.0)
-    return y * _from_bits(np.int32((_bits(shifted) + np.int32(127)) << np.int32(23)))
+    return y * _power_of_two(shifted)
 
 
 @cpu_jit

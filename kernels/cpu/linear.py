@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .exponential import gelu_tanh, silu
-from .panels import BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply, multiply_two
+from .panels import AHEAD, BFLOAT16, FLOAT16, FLOAT32, INT8, PANEL, multiply, multiply_two
 from .team import address, cpu_jit, empty, floats_at, kernel, take
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.int8: INT8}
@@ -95,26 +95,27 @@ def gated(
 def _product(kind, x, w, inputs, out, width, rows):
     """A panel of any kind: the choice is made once a panel, so that the loops inside know their types."""
     if kind == BFLOAT16:
-        multiply(BFLOAT16, 0, x, inputs, w, inputs, out, width, rows)
+        multiply(BFLOAT16, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
     elif kind == FLOAT16:
-        multiply(FLOAT16, 0, x, inputs, w, inputs, out, width, rows)
+        multiply(FLOAT16, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
     elif kind == INT8:
-        multiply(INT8, 0, x, inputs, w, inputs, out, width, rows)
+        multiply(INT8, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
     else:
-        multiply(FLOAT32, 0, x, inputs, w, inputs, out, width, rows)
+        multiply(FLOAT32, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
 
 
 @cpu_jit
 def _two_products(kind, x, ws, inputs, outs, widths, rows):
     """Two panels of a kind."""
+    aheads = (ws[0] + AHEAD, ws[1] + AHEAD)
     if kind == BFLOAT16:
-        multiply_two(BFLOAT16, 0, x, inputs, ws, inputs, outs, widths, rows)
+        multiply_two(BFLOAT16, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
     elif kind == FLOAT16:
-        multiply_two(FLOAT16, 0, x, inputs, ws, inputs, outs, widths, rows)
+        multiply_two(FLOAT16, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
     elif kind == INT8:
-        multiply_two(INT8, 0, x, inputs, ws, inputs, outs, widths, rows)
+        multiply_two(INT8, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
     else:
-        multiply_two(FLOAT32, 0, x, inputs, ws, inputs, outs, widths, rows)
+        multiply_two(FLOAT32, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
 
 
 @cpu_jit

@@ -19,7 +19,8 @@ from numba.extending import intrinsic
 from .team import cpu_jit
 
 PANEL = 16  # columns side by side: two registers of AVX2, one of AVX-512
-_AHEAD = 1024  # bytes between what is multiplied and what is fetched: the core's own prefetcher stops at each page
+AHEAD = 1024  # bytes between what is multiplied and what is fetched, where panels lie side by side: the core's own
+# prefetcher stops at each page
 FEW_ROWS = 3  # two panels of so many have as many sums
 MAX_ROWS = 6  # 12 sums, 2 weights and a broadcast x fill AVX2's 16 registers
 FLOAT32, BFLOAT16, FLOAT16, INT8 = 0, 1, 2, 3  # kinds of weights
@@ -66,17 +67,27 @@ def _row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]
 
 @intrinsic(prefer_literal=True)
 def _panels(
-    typing: Any, rows: Any, kind: Any, add: Any, x: Any, stride: Any, count: Any, ws: Any, outs: Any, out_strides: Any
+    typing: Any,
+    rows: Any,
+    kind: Any,
+    add: Any,
+    x: Any,
+    stride: Any,
+    count: Any,
+    ws: Any,
+    aheads: Any,
+    outs: Any,
+    out_strides: Any,
 ) -> Any:
-    """Some panels for so many rows. `x`, `ws` and `outs` are addresses, the latter tuples of one for each panel;
-    strides are in float32 elements; count >= 1."""
+    """Some panels for so many rows. `x`, `ws`, `aheads` and `outs` are addresses, all but the first tuples of one for
+    each panel; `aheads` tell what to fetch meanwhile. Strides are in float32 elements; count >= 1."""
     if not all(isinstance(literal, types.IntegerLiteral) for literal in (rows, kind, add)):
         return None
     n, kind_value, adds = rows.literal_value, kind.literal_value, add.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, stride, count = arguments[3:6]
-        ws, outs, out_strides = (cgutils.unpack_tuple(builder, packed) for packed in arguments[6:])
+        ws, aheads, outs, out_strides = (cgutils.unpack_tuple(builder, packed) for packed in arguments[6:])
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{PANEL}f32"
         )
@@ -88,7 +99,7 @@ def _panels(
         ]
         zero = ir.Constant(_FLOATS, [0.0] * PANEL)
         starts = [builder.load(target, align=4) if adds else zero for target in targets]
-        panels = [builder.inttoptr(w, ir.IntType(8).as_pointer()) for w in ws]
+        panels, nexts = ([builder.inttoptr(a, ir.IntType(8).as_pointer()) for a in some] for some in (ws, aheads))
         before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
         builder.branch(loop)
 
@@ -97,56 +108,57 @@ def _panels(
         offset = builder.mul(k, _LONG(PANEL * _BYTES[kind_value]))
         values = [_splat(builder, builder.load(builder.gep(row, [k]))) for row in x_rows]
         results = []
-        for number, panel in enumerate(panels):
-            _prefetch(builder, builder.gep(panel, [builder.add(offset, _LONG(_AHEAD))]))
+        for number, (panel, ahead) in enumerate(zip(panels, nexts, strict=True)):
+            _prefetch(builder, builder.gep(ahead, [offset]))
             columns = _load(builder, builder.gep(panel, [offset]), kind_value)
             for value, total in zip(values, sums[number * n : number * n + n], strict=True):
                 results.append(builder.call(fma, [value, columns, total]))
         for total, start, result in zip(sums, starts, results, strict=True):
             total.add_incoming(start, before)
             total.add_incoming(result, loop)
-        following = builder.add(k, _LONG(1))
+        k_plus_1 = builder.add(k, _LONG(1))
         k.add_incoming(_LONG(0), before)
-        k.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+        k.add_incoming(k_plus_1, loop)
+        builder.cbranch(builder.icmp_signed("<", k_plus_1, count), loop, after)
 
         builder.position_at_end(after)
         for target, result in zip(targets, results, strict=True):
             builder.store(result, target, align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, kind, add, x, stride, count, ws, outs, out_strides), generate
+    return types.void(rows, kind, add, x, stride, count, ws, aheads, outs, out_strides), generate
 
 
 @cpu_jit
-def _tile(height, kind, add, x, stride, count, ws, outs, out_strides):
+def _tile(height, kind, add, x, stride, count, ws, aheads, outs, out_strides):
     """Rows for which a tile is one turn of registers."""
     literally(kind)
     literally(add)
     if height == 6:
-        _panels(6, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(6, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif height == 5:
-        _panels(5, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(5, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif height == 4:
-        _panels(4, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(4, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif height == 3:
-        _panels(3, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(3, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif height == 2:
-        _panels(2, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(2, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     else:
-        _panels(1, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(1, kind, add, x, stride, count, ws, aheads, outs, out_strides)
 
 
 @cpu_jit
-def multiply(kind, add, x, stride, w, count, out, out_stride, rows):
-    """One panel for any number of rows; `kind` and `add` (0, or 1: onto what `out` holds) are literals."""
+def multiply(kind, add, x, stride, w, ahead, count, out, out_stride, rows):
+    """One panel for any number of rows; `kind` and `add` (0, or 1: onto what `out` holds) are literals. What lies at
+    `ahead` is fetched meanwhile, as many bytes as the panel has."""
     literally(kind)
     literally(add)
     tiles = (rows + MAX_ROWS - 1) // MAX_ROWS
     while tiles > 0:
         # Tiles as even as can be: one of two rows would leave most of the multipliers waiting for its few sums.
         height = (rows + tiles - 1) // tiles
-        _tile(height, kind, add, x, stride, count, (w,), (out,), (out_stride,))
+        _tile(height, kind, add, x, stride, count, (w,), (ahead,), (out,), (out_stride,))
         x += 4 * height * stride
         out += 4 * height * out_stride
         rows -= height
@@ -154,16 +166,16 @@ def multiply(kind, add, x, stride, w, count, out, out_stride, rows):
 
 
 @cpu_jit
-def multiply_two(kind, add, x, stride, ws, count, outs, out_strides, rows):
+def multiply_two(kind, add, x, stride, ws, aheads, count, outs, out_strides, rows):
     """Two panels for any number of rows, side by side where one alone has too few sums to keep the multipliers busy."""
     literally(kind)
     literally(add)
     if rows > FEW_ROWS:
-        multiply(kind, add, x, stride, ws[0], count, outs[0], out_strides[0], rows)
-        multiply(kind, add, x, stride, ws[1], count, outs[1], out_strides[1], rows)
+        multiply(kind, add, x, stride, ws[0], aheads[0], count, outs[0], out_strides[0], rows)
+        multiply(kind, add, x, stride, ws[1], aheads[1], count, outs[1], out_strides[1], rows)
     elif rows == 3:
-        _panels(3, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(3, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif rows == 2:
-        _panels(2, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(2, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif rows == 1:
-        _panels(1, kind, add, x, stride, count, ws, outs, out_strides)
+        _panels(1, kind, add, x, stride, count, ws, aheads, outs, out_strides)
