@@ -32,10 +32,11 @@ class Reader:
 
     async def chunks(self, source: AsyncIterable[TextChunk]) -> AsyncIterator[tuple[int, TextChunk]]:
         """Each chunk with the index of its choice."""
-        async for index, chunk in by_index(self.rids, source):
+        index = {rid: i for i, rid in enumerate(self.rids)}
+        async for chunk in source:
             if chunk.finish is not None:
                 self.open.discard(chunk.rid)
-            yield index, chunk
+            yield index[chunk.rid], chunk
 
 
 async def by_index(rids: Sequence[str], source: AsyncIterable[TextChunk]) -> AsyncIterator[tuple[int, TextChunk]]:

@@ -270,6 +270,9 @@ class Usage:
     cached_tokens: int = 0
 
 
+_USAGE = frozenset(Usage.__slots__)
+
+
 @dataclass(frozen=True, slots=True)
 class TextChunk:
     """Text of one choice: its UTF-8 bytes stand at `offset … offset + len(text.encode())` of the whole output.
@@ -309,7 +312,11 @@ class TextChunk:
 
     @classmethod
     def decode(cls, rid: str, offset: int, seq: int, text: bytes, meta: bytes) -> TextChunk:
-        return build(cls, parse(meta) | {"rid": rid, "offset": offset, "seq": seq, "text": text.decode()})
+        raw = parse(meta)
+        usage = raw.get("usage")
+        if len(raw) == 1 and isinstance(usage, dict) and usage.keys() == _USAGE:  # nearly every chunk of a stream
+            return cls(rid, offset, text.decode(), Usage(**usage), seq)
+        return build(cls, raw | {"rid": rid, "offset": offset, "seq": seq, "text": text.decode()})
 
 
 @dataclass(frozen=True, slots=True)

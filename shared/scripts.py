@@ -8,6 +8,7 @@ gives back what a lost reply had claimed. What a script itself refuses is raised
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ from .clients import TRANSIENT, AsyncClient, Client, Patience
 
 LUA = Path(__file__).with_name("lua")
 NAMES = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
+
+KEEP_S = 1.0  # a connection that was used just now is alive; an older one is looked at first
 
 Arg = str | bytes | int | float
 
@@ -71,6 +74,8 @@ class Scripts:
         self._limit_s = limit_s
         self._on_outage = on_outage or (lambda error: None)
         self._connection: Any = None  # the one that a `begin` waits on
+        self._kept: Any = None  # the one that the last call used,
+        self._kept_until = 0.0  # and until when
 
     def call(self, call: Call) -> Any:
         return self.call_many([call])[0]
@@ -96,7 +101,7 @@ class Scripts:
     def begin(self, calls: Sequence[Call]) -> None:
         """Send the calls and come back at once: Redis works while the caller does. `finish` takes the replies."""
         if self._connection is None:
-            self._connection = self._client.connection_pool.get_connection()
+            self._connection = self._take()
         self._connection.send_packed_command(self._connection.pack_commands([_command(c) for c in calls]))
 
     def begin_quietly(self, calls: Sequence[Call]) -> None:
@@ -123,7 +128,7 @@ class Scripts:
             self._load()
             self.begin(calls)
             replies = [self._reply() for _ in calls]
-        self._give_back()
+        self._keep()
         for reply in replies:
             if isinstance(reply, redis.exceptions.ResponseError):
                 raise reply
@@ -141,14 +146,25 @@ class Scripts:
         for name in NAMES:
             self._client.script_load(source(name))
 
-    def _give_back(self) -> None:
-        connection, self._connection = self._connection, None
-        self._client.connection_pool.release(connection)
+    def _take(self) -> Any:
+        """The connection of the last call, if that was just now; otherwise one that the pool finds to be alive."""
+        pool = self._client.connection_pool
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            if time.monotonic() < self._kept_until:
+                return kept
+            pool.release(kept)
+        return pool.get_connection()
+
+    def _keep(self) -> None:
+        self._kept, self._connection = self._connection, None
+        self._kept_until = time.monotonic() + KEEP_S
 
     def _drop(self) -> None:
         if self._connection is not None:
-            self._connection.disconnect()
-            self._give_back()
+            connection, self._connection = self._connection, None
+            connection.disconnect()
+            self._client.connection_pool.release(connection)
 
 
 class AsyncScripts:

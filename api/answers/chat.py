@@ -58,6 +58,13 @@ class ChatStream:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._head: dict[str, Any] = {
+            "id": plan.id,
+            "object": "chat.completion.chunk",
+            "created": plan.created,
+            "model": plan.model,
+            "system_fingerprint": plan.fingerprint,
+        }
         self._usages = [Usage(0, 0)] * len(plan.rids)
         self._opened = False
 
@@ -78,7 +85,7 @@ class ChatStream:
 
     def last(self) -> Iterator[StreamEvent]:
         if self._plan.include_usage:
-            yield StreamEvent({**self._head(), "choices": [], "usage": usage_of(self._plan, self._usages)})
+            yield StreamEvent({**self._head, "choices": [], "usage": usage_of(self._plan, self._usages)})
 
     def _event(
         self,
@@ -94,18 +101,9 @@ class ChatStream:
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if finish is not None and finish.matched is not None:
             choice["matched_stop"] = finish.matched
-        body: dict[str, Any] = {**self._head(), "choices": [choice]}
+        body: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._plan.continuous_usage:
             body["usage"] = usage_of(self._plan, self._usages)
         elif self._plan.include_usage:
             body["usage"] = None
         return StreamEvent(body, index, place)
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self._plan.id,
-            "object": "chat.completion.chunk",
-            "created": self._plan.created,
-            "model": self._plan.model,
-            "system_fingerprint": self._plan.fingerprint,
-        }

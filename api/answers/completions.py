@@ -84,6 +84,7 @@ class CompletionStream:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._head = _head(plan)
         self._usages = [Usage(0, 0)] * len(plan.rids)
         self._echoes = [_echo(plan, i) for i in range(len(plan.rids))]  # what is still to be repeated
         self._offsets = [TextOffsets(len(echo)) for echo in self._echoes]
@@ -103,7 +104,7 @@ class CompletionStream:
             choice["matched_stop"] = chunk.finish.matched
         if self._plan.token_ids:
             choice["token_ids"] = list(chunk.token_ids or ())
-        body: dict[str, Any] = {**_head(self._plan), "choices": [choice]}
+        body: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._plan.continuous_usage:
             body["usage"] = usage_of(self._plan, self._usages)
         elif self._plan.include_usage:
@@ -112,7 +113,7 @@ class CompletionStream:
 
     def last(self) -> Iterator[StreamEvent]:
         if self._plan.include_usage:
-            yield StreamEvent({**_head(self._plan), "choices": [], "usage": usage_of(self._plan, self._usages)})
+            yield StreamEvent({**self._head, "choices": [], "usage": usage_of(self._plan, self._usages)})
 
     def _logprobs(self, index: int, echo: str, chunk: TextChunk) -> CompletionLogprobsBody | None:
         if not self._plan.logprobs:
