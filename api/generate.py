@@ -15,11 +15,12 @@ from ..shared.messages import Finish, TextChunk, Usage
 from .answers.assemble import body_of
 from .answers.results import collect
 from .backend import Backend
+from .inputs import Caller
 from .observe import Observer
 from .plan import Plan
 from .prepare import Prepared, Preparer
 from .readers import Readers, by_index
-from .translate import Caller, Endpoint
+from .translate import Endpoint
 
 
 class Inference:

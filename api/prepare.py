@@ -11,13 +11,14 @@ from typing import Any
 from ..shared.errors import ContextLengthExceeded, InvalidRequest
 from ..shared.ids import family_from, new_family
 from ..shared.messages import GenerateJob, GenerateReqInput, ModelCard
+from .inputs import Caller
 from .plan import Plan
 from .protocol.chat import ChatCompletionRequest
 from .protocol.completions import CompletionRequest
 from .protocol.embeddings import EmbeddingRequest, EncodeRequest
 from .protocol.native import GenerateRequest
 from .tokenize import Tokenizers
-from .translate import Caller, Endpoint, Translated, Translator
+from .translate import Endpoint, Translated, Translator
 
 SEEDS = 2**52
 MAX_SCORES = 1_000_000  # of one prompt: they travel in one message

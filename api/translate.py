@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from ..shared.messages import GenerateReqInput, Lane, ModelCard, SamplingParams, Task
+from ..shared.messages import GenerateReqInput, ModelCard, Task
 from . import checks, sampling
 from .backend import Models
 from .checks import Limits, chat_tokens
 from .conversation import characters, for_template
+from .inputs import Caller, caller_fields, choices_of, known_ids, picks, prompt_of, prompts_of, text_of
 from .protocol.chat import ChatCompletionRequest, ChatMessage
 from .protocol.common import RequestModel, SamplingFields
 from .protocol.completions import CompletionRequest
@@ -32,16 +33,6 @@ _SERVED: dict[Task, str] = {
     "classify": "classifies texts: use /classify",
 }
 COMPLETION_TOKENS = 16  # OpenAI's default
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks, and how urgently."""
-
-    tenant: str = "default"
-    request_id: str = ""
-    lane: Lane = "std"
-    deadline_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,69 +120,69 @@ class Translator:
             stream=bool(request.stream),
             return_logprob=bool(request.logprobs),
             top_logprobs_num=request.top_logprobs or 0,
-            **_of(caller),
+            **caller_fields(caller),
         )
         return Translated("/v1/chat/completions", request, card, (prompt,), chat_tokens(request) is not None, ignored)
 
     async def _completion(self, request: CompletionRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
-        prompts = _prompts(request.prompt)
+        prompts = prompts_of(request.prompt)
         checks.check_completion(request, len(prompts), self._limits)
         card = await self._card(request.model)
         tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         params = sampling.from_openai(request, card, tokens)
         shared: dict[str, Any] = {
             "sampling": params,
-            **_choices(request.n, request.best_of),
+            **choices_of(request.n, request.best_of),
             "stream": bool(request.stream),
-            "return_logprob": request.logprobs is not None or _picks(request.n, request.best_of),
+            "return_logprob": request.logprobs is not None or picks(request.n, request.best_of),
             "top_logprobs_num": request.logprobs or 0,
             "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
             "return_token_ids": request.return_token_ids,
             "add_special_tokens": request.add_special_tokens,
-            **_of(caller),
+            **caller_fields(caller),
         }
-        inputs = tuple(_prompt(card, p, "prompt", shared) for p in prompts)
+        inputs = tuple(prompt_of(card, p, "prompt", shared) for p in prompts)
         return Translated("/v1/completions", request, card, inputs, request.max_tokens is not None, ignored)
 
     async def _native(self, request: GenerateRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
         checks.check_native(request)
         param = "text" if request.text is not None else "input_ids"
-        prompts = _prompts(request.text if request.text is not None else request.input_ids)
+        prompts = prompts_of(request.text if request.text is not None else request.input_ids)
         n, best_of = request.sampling_params.n, request.sampling_params.best_of
         checks.check_native_counts(request, len(prompts), self._limits)
         card = await self._card(request.model)
         shared: dict[str, Any] = {
             "sampling": sampling.from_native(request.sampling_params, card),
-            **_choices(n, best_of),
+            **choices_of(n, best_of),
             "stream": request.stream,
-            "return_logprob": request.return_logprob or _picks(n, best_of),
+            "return_logprob": request.return_logprob or picks(n, best_of),
             "top_logprobs_num": request.top_logprobs_num,
             "logprob_start_len": request.logprob_start_len,
-            "token_ids_logprob": _known_ids(card, request.token_ids_logprob or (), "token_ids_logprob"),
+            "token_ids_logprob": known_ids(card, request.token_ids_logprob or (), "token_ids_logprob"),
             "return_token_ids": True,
-            **_of(caller),
+            **caller_fields(caller),
         }
-        inputs = tuple(_prompt(card, p, param, shared) for p in prompts)
+        inputs = tuple(prompt_of(card, p, param, shared) for p in prompts)
         given = request.sampling_params.max_new_tokens is not None
         return Translated("/generate", request, card, inputs, given, ignored)
 
     async def _embedding(self, request: EmbeddingRequest, caller: Caller, ignored: tuple[str, ...]) -> Translated:
-        texts = _prompts(request.input)
+        texts = prompts_of(request.input)
         checks.check_texts(len(texts), "input", self._limits)
         card = await self._card(request.model, "embed")
         checks.check_dimensions(request.dimensions, card)
-        inputs = tuple(_text(card, text, "input", caller) for text in texts)
+        inputs = tuple(text_of(card, text, "input", caller) for text in texts)
         return Translated("/v1/embeddings", request, card, inputs, ignored=ignored)
 
     async def _encode(
         self, endpoint: Endpoint, request: EncodeRequest, caller: Caller, ignored: tuple[str, ...]
     ) -> Translated:
         param = checks.one_form(request.text, request.input_ids)
-        texts = _prompts(request.text if request.text is not None else request.input_ids)
+        texts = prompts_of(request.text if request.text is not None else request.input_ids)
         checks.check_texts(len(texts), param, self._limits)
         card = await self._card(request.model, "embed" if endpoint == "/encode" else "classify")
         checks.check_dimensions(request.dimensions, card)
-        inputs = tuple(_text(card, text, param, caller) for text in texts)
+        inputs = tuple(text_of(card, text, param, caller) for text in texts)
         return Translated(endpoint, request, card, inputs, ignored=ignored)
 
     async def _card(self, name: str | None, task: Task = "generate") -> ModelCard:
@@ -223,15 +214,6 @@ def _ignored(request: RequestModel, body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(request.ignored_fields(body))
 
 
-def _of(caller: Caller) -> dict[str, Any]:
-    return {
-        "lane": caller.lane,
-        "tenant": caller.tenant,
-        "deadline_s": caller.deadline_s,
-        "request_id": caller.request_id,
-    }
-
-
 def _generation_prompt(request: ChatCompletionRequest) -> bool:
     if request.add_generation_prompt is None:
         return not request.continue_final_message
@@ -242,42 +224,3 @@ def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
     if not request.tools or request.tool_choice == "none":
         return None
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
-
-
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]] | None) -> list[str | list[int]]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompt, str):
-        return [prompt]
-    assert prompt
-    if isinstance(prompt[0], int):
-        return [[token_id for token_id in prompt if isinstance(token_id, int)]]
-    return [p for p in prompt if isinstance(p, (str, list))]
-
-
-def _prompt(card: ModelCard, prompt: str | list[int], param: str, shared: Mapping[str, Any]) -> GenerateReqInput:
-    if isinstance(prompt, str):
-        return GenerateReqInput(model=card.name, text=prompt, **shared)
-    return GenerateReqInput(model=card.name, input_ids=_known_ids(card, prompt, param), **shared)
-
-
-def _picks(n: int | None, best_of: int | None) -> bool:
-    return best_of is not None and best_of > (n or 1)
-
-
-def _choices(n: int | None, best_of: int | None) -> dict[str, int]:
-    """How many choices are generated, and how many of them are shown."""
-    if best_of is not None and _picks(n, best_of):
-        return {"n": best_of, "best": n or 1}
-    return {"n": n or 1}
-
-
-def _known_ids(card: ModelCard, ids: Sequence[int], param: str) -> tuple[int, ...]:
-    for token_id in ids:
-        if token_id >= card.vocab_size:
-            raise InvalidRequest(f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=param)
-    return tuple(ids)
-
-
-def _text(card: ModelCard, text: str | list[int], param: str, caller: Caller) -> GenerateReqInput:
-    """A text to embed or to classify. No token comes of it; what fairness charges in advance is one."""
-    return _prompt(card, text, param, {"task": card.task, "sampling": SamplingParams(max_new_tokens=1), **_of(caller)})

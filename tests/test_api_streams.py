@@ -12,11 +12,11 @@ import orjson
 import pytest
 from headrace.api.answers.events import Cursor, LastEvent, Place, StreamEvent
 from headrace.api.errors import ClientGone
+from headrace.api.inputs import Caller
 from headrace.api.plan import Plan
 from headrace.api.settings import ApiSettings
 from headrace.api.sse import EventStream, event, unless_gone
 from headrace.api.streams import encoded
-from headrace.api.translate import Caller
 from headrace.shared.errors import EngineError, InvalidRequest, Unavailable
 from headrace.shared.messages import Finish, GenerateJob
 from hypothesis import given

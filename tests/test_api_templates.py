@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from headrace.api.conversation import for_template
+from headrace.api.inputs import Caller
 from headrace.api.protocol.chat import ChatCompletionRequest
 from headrace.api.templates import ChatTemplate, ChatTemplates, RenderOptions, detect_content_format
 from headrace.api.tokenize import PromptTokenizer, Tokenizers
-from headrace.api.translate import Caller
 from headrace.shared.errors import ContextLengthExceeded, InvalidRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st

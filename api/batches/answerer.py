@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..generate import Inference
+from ..inputs import Caller
 from ..prepare import Prepared
-from ..translate import Caller
 from .window import LineRequest
 
 KEEP_S = 600.0  # an answer waits so long for a driver; after that its line is generated again

@@ -12,8 +12,8 @@ from ...shared.errors import HeadraceError, Unavailable
 from ...shared.registry import ProcessInfo
 from ..backend import Backend
 from ..errors import STORE_ERRORS, json_response
+from ..inputs import Caller
 from ..metrics import CONTENT_TYPE
-from ..translate import Caller
 from .requests import caller_of, services_of
 
 router = APIRouter()

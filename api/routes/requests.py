@@ -10,9 +10,9 @@ from fastapi import Request
 
 from ...shared.errors import InvalidRequest
 from ..fields import kind
+from ..inputs import Caller
 from ..services import Services
 from ..settings import ApiSettings
-from ..translate import Caller
 
 
 def services_of(request: Request) -> Services:
