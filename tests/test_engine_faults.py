@@ -54,6 +54,32 @@ def test_nan_ends_its_own_sequence_and_leaves_no_trace_in_the_pool(folder: Path,
     assert [engines.run(engine, [engines.job("a", prompt)])["a"].token_ids for prompt in prompts] == clean
 
 
+def test_nan_behind_a_sliding_window_is_found_and_leaves_no_trace(tmp_path: Path) -> None:
+    """The last token of a prompt sees nothing of its first ones: its logits are finite, their K/V are not."""
+    clean, poisoned = (tiny_models.build(tmp_path / name, "mistral") for name in ("clean", "poisoned"))
+    weights = safetensors.torch.load_file(poisoned / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    safetensors.torch.save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+    prompts = engines.random_prompts((9, 14, 50))
+    expected = [engines.reference(clean, prompt, 8)[0] for prompt in prompts]
+    small: dict[str, Any] = {"context_length": 96, "kv_memory": "160kb"}
+    for settings in (
+        {"attention_backend": "auto", "block_size": 16},
+        {"attention_backend": "torch", "block_size": 4},
+        {"max_batch_tokens": 1, "max_running": 1},  # chunks of one token
+    ):
+        engine = engines.tiny_engine(poisoned, **(small | settings))
+        for turn in range(4):
+            bad = engines.job(f"bad {turn}", [POISON, *range(5, 75)])  # three windows, and chunks
+            out = engines.run(engine, [bad, *(engines.job(str(n), prompt) for n, prompt in enumerate(prompts))])
+            finish = out[bad.rid].finish
+            assert finish is not None
+            assert finish.type == "error"
+            assert not out[bad.rid].cached_tokens
+            assert [out[str(n)].token_ids for n in range(len(prompts))] == expected
+        engine.close()
+
+
 def test_an_exception_in_a_step_is_charged_to_the_guilty(
     folder: Path, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,3 +69,22 @@ def test_layers_of_another_shape_keep_their_own_forward(config: Any, tmp_path: P
     auto: Any = transformers.AutoModelForCausalLM
     auto.from_config(config).save_pretrained(tmp_path)
     assert not fused_layers(load(tmp_path))
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+def test_a_fused_layer_that_is_slightly_wrong_is_not_used(
+    weight_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rounding weights to int8 may move logits a lot; fusing layers of the same weights may not."""
+    architectures.build(tmp_path, "llama")
+    compute = fused_layer.FusedLayer.compute
+
+    def off(self: fused_layer.FusedLayer, x: torch.Tensor, angles: Any) -> torch.Tensor:
+        return compute(self, x, angles) * (1 + 0.05 * torch.linspace(0, 1, x.shape[-1]))
+
+    monkeypatch.setattr(fused_layer.FusedLayer, "compute", off)
+    fixed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "context_length": 64}
+    with caplog.at_level("INFO"):
+        loaded = load_model(tmp_path, weight_dtype=weight_dtype, **fixed)  # type: ignore[arg-type]
+    assert "keeps its layers' own forward" in caplog.text
+    assert fused_layers(loaded) == []

@@ -121,3 +121,18 @@ def test_linears_in_onednns_layout_compute_what_torchs_did() -> None:
     for new, old in zip(kept, linears, strict=True):
         assert torch.equal(new.weight, old.weight)
         assert (new.in_features, new.out_features) == (old.in_features, old.out_features)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@torch.inference_mode()
+def test_a_hook_that_changes_nothing_changes_no_bit(act: str, dtype: WeightDtype) -> None:
+    """An adapter's hooks make gate and up two products; rows that do not use it stay what they were."""
+    llama = model(act=act)
+    pack_linears(llama, dtype)
+    mlp = llama.model.layers[0].mlp
+    assert isinstance(mlp, GatedMLP)
+    x = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(1))
+    before = mlp(x)
+    mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output + 0.0)
+    assert torch.equal(mlp(x), before)

@@ -17,6 +17,7 @@ import transformers
 from headrace.shared.errors import ConfigError, ModelRefused
 from headrace.shared.settings import load
 from headrace.worker.card import load_card
+from headrace.worker.engine import build
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.loader import load_model
 from headrace.worker.settings import WorkerSettings
@@ -249,3 +250,16 @@ def test_a_gpu_that_is_not_there_is_refused(folder: Path) -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=rf"torch sees {count} GPUs, got cuda:{count}"):
         TransformersEngine(WorkerSettings(model=str(folder), device=f"cuda:{count}"))
+
+
+def test_kernels_that_run_on_one_thread_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch brings no GNU OpenMP on macOS."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(build, "runs_alone", lambda: True)
+    for count, said in ((1, 0), (2, 1)):
+        torch.set_num_threads(count)
+        engines.tiny_engine(folder, block_size=16).close()
+        assert caplog.text.count(f"run on one thread of {count}") == said
+    torch.set_num_threads(threads)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from headrace.worker.engine.backends import bytes_per_token, make_backend
+from headrace.worker.engine.kv_cache import LayerShape
 from headrace.worker.engine.memory import _left_in_groups
 
 V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 500\ninactive_file 150\n"}
@@ -46,3 +50,14 @@ def test_no_limit_and_one_that_is_reached(files: dict[str, str], left: list[int]
 
 def test_a_machine_without_control_groups(tmp_path: Path) -> None:
     assert list(_left_in_groups(tmp_path, tmp_path / "own")) == []
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_the_pool_takes_what_was_counted(name: str) -> None:
+    """V is filled up to whole panels in the CPU kernels' pool, which counts as well."""
+    layers = [LayerShape(2, 24, 20), LayerShape(1, 32, 32)]
+    place: dict[str, Any] = {"block_size": 16, "dtype": torch.float32, "device": torch.device("cpu")}
+    pool: Any = make_backend(name, layers, num_blocks=3, **place).pool
+    tensors = [*pool.keys, *pool.values] if name == "auto" else [t for n in (0, 1) for t in pool.pools(n)]
+    counted = bytes_per_token(name, layers, **place)
+    assert sum(tensor.nbytes for tensor in tensors) == 3 * 16 * counted

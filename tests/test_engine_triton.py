@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("triton")
@@ -111,6 +112,20 @@ def test_draws_within_graphs_are_those_without(folder: Path, repeating: Repeatin
         assert {rid: each.token_ids for rid, each in out.items()} == {j.rid: wanted[j.rid].token_ids for j in chosen}
     engine.close()
     host.close()
+
+
+def test_a_prompts_last_token_tells_of_nan_that_it_does_not_see(tmp_path: Path, repeating: Repeating) -> None:
+    """Its chunk of one token would fit a graph, where nothing is added to logits."""
+    folder = tiny_models.build(tmp_path, "mistral", head_dim=32, num_hidden_layers=1)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][300] = torch.nan
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = triton_engine(folder, max_running=1)  # 24 tokens a step
+    (prompt,) = engines.random_prompts((3 * 24,), high=200)
+    out = engines.run(engine, [engines.job("bad", [300, *prompt])])
+    assert out["bad"].finish is not None
+    assert out["bad"].finish.type == "error"
+    engine.close()
 
 
 def test_a_model_that_cannot_be_recorded_decodes_without_graphs(

@@ -61,6 +61,11 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
+def runs_alone() -> bool:
+    """Whether kernels run on the caller's thread only."""
+    return _openmp() is None
+
+
 @intrinsic
 def take(typing: Any, words: Any) -> Any:
     """The number of the next piece of work that no thread has taken."""

@@ -35,9 +35,23 @@ def make_backend(
     Raises:
         ConfigError: the backend is asked for by name, and what it needs is not installed.
     """
-    if name == "auto" and device.type == "cpu" and dtype == torch.float32 and block_size == BLOCK_SIZE:
+    if _takes_panels(name, block_size, dtype, device):
         return CpuAttention(PanelCache(layers, num_blocks=num_blocks))
     cache = KVCache(layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     if name == "triton" or (name == "auto" and device.type == "cuda" and triton_is_installed()):
         return TritonAttention(cache, context_length=context_length or num_blocks * block_size, invariant=invariant)
     return TorchAttention(cache)
+
+
+def bytes_per_token(
+    name: str, layers: Sequence[LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What a token's K/V take in the pool of the backend that `make_backend` gives."""
+    if _takes_panels(name, block_size, dtype, device):
+        return PanelCache.bytes_per_token(layers)
+    return sum(shape.bytes_per_token(dtype) for shape in layers)
+
+
+def _takes_panels(name: str, block_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the compiled CPU kernels serve."""
+    return name == "auto" and device.type == "cpu" and dtype == torch.float32 and block_size == BLOCK_SIZE

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
+from ...kernels.cpu.team import runs_alone
 from ...shared.messages import ModelCard
 from ..settings import WorkerSettings
 from .attention import AttentionBackend
+from .attention_cpu import CpuAttention
 from .attention_triton import TritonAttention
-from .backends import make_backend
+from .backends import bytes_per_token, make_backend
 from .blocks import BlockAllocator
 from .cuda_graphs import DecodeGraphs, Forward, capture_for
 from .loader import LoadedModel
@@ -53,6 +56,12 @@ def build(settings: WorkerSettings, card: ModelCard, loaded: LoadedModel) -> tup
     record = None
     if isinstance(backend, TritonAttention) and settings.cuda_graphs and not alone:
         record = _recorder(card, loaded, max_running, settings.block_size)
+    if isinstance(backend, CpuAttention) and runs_alone() and torch.get_num_threads() > 1:
+        log.warning(
+            "%s: this build of torch has no GNU OpenMP, so the CPU kernels run on one thread of %d",
+            card.name,
+            torch.get_num_threads(),
+        )
     grouped = isinstance(backend, TritonAttention)
     adapters = Adapters(loaded.model, limit=settings.max_loras, device=loaded.device, grouped=grouped)
     return scheduler, ModelRunner(loaded.model, loaded.attention, backend, adapters, alone=alone, record=record)
@@ -69,10 +78,10 @@ def _pool(
 ) -> tuple[AttentionBackend, BlockAllocator]:
     """The K/V pool with its attention, and who owns what of it."""
     size = settings.block_size
+    place: dict[str, Any] = {"block_size": size, "dtype": loaded.dtype, "device": loaded.device}
     blocks = num_blocks(
         settings,
-        loaded.layers,
-        dtype=loaded.dtype,
+        bytes_per_token(settings.attention_backend, loaded.layers, **place),
         device=loaded.device,
         context_length=card.context_length,
         max_running=max_running,
@@ -82,11 +91,9 @@ def _pool(
         settings.attention_backend,
         loaded.layers,
         num_blocks=blocks,
-        block_size=size,
-        dtype=loaded.dtype,
-        device=loaded.device,
         context_length=card.context_length,
         invariant=settings.deterministic,
+        **place,
     )
     return backend, BlockAllocator(blocks, size)
 

@@ -115,7 +115,8 @@ class DecodeGraphs:
 
 
 def _only_decodes(piece: Slice) -> bool:
-    special = piece.draft or piece.scored or piece.sequence.adapter is not None
+    sequence = piece.sequence
+    special = piece.draft or piece.scored or sequence.adapter is not None or sequence.taint is not None
     return piece.length == 1 and piece.num_sampled == 1 and not special
 
 

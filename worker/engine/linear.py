@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...kernels.cpu import linear as kernels
+from ...kernels.cpu.gate import activate
 from ...kernels.cpu.panels import PANEL
 
 WeightDtype = Literal["auto", "float32", "bfloat16", "int8"]
@@ -121,7 +122,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate_proj._forward_hooks or self.up_proj._forward_hooks:  # an adapter adds to what each gives
-            return self._down(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            gate, up = self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()
+            return self._down(activate(gate, up, self._activation))
         hidden = self.hidden(x.reshape(-1, x.shape[-1]).contiguous())
         return self._down(hidden.view(*x.shape[:-1], -1))
 

@@ -27,6 +27,7 @@ from .in_place import InPlace, ties_of
 from .kv_cache import LayerShape
 from .linear import WeightDtype, pack_linears
 from .quantized import check_quantization, is_quantized
+from .trial import Proof
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +161,13 @@ def adopt(
             backend=attention_backend,
             invariant=deterministic,
         )
-        invariant = prove()
-        invariant = _fuse_layers(model, attention, prove, invariant)
+        proof = prove()
+        proof = _fuse_layers(model, attention, partial(prove, like=proof), proof)
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
     except MODEL_ERRORS as e:
         raise ModelRefused(f"--model {name}: {kind} {stage}: {one_line(e)}. {_HINT}") from e
-    return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, invariant)
+    return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, proof.invariant)
 
 
 def _rewrite(
@@ -190,34 +191,34 @@ def _rewrite(
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
 
 
-def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], bool], invariant: bool) -> bool:
-    """Let layers run as a few launches each where the model then still computes the same; returns `invariant` anew."""
+def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], Proof], proof: Proof) -> Proof:
+    """Let layers run as a few launches each where the model then still computes the same; returns the proof of that."""
     fused = fused_layer.install(model, attention)
     if not fused:
-        return invariant
+        return proof
     try:
-        invariant = prove()
+        proof = prove()
     except (trial.Mismatch, *MODEL_ERRORS) as e:
         log.info("%s keeps its layers' own forward: fused, it %s", type(model).__name__, one_line(e))
         fused_layer.remove(fused)
-        return invariant
+        return proof
     log.info("%s: %d layers fused", type(model).__name__, len(fused))
-    return _stack_layers(fused, attention, prove, invariant)
+    return _stack_layers(fused, attention, prove, proof)
 
 
 def _stack_layers(
-    layers: list[nn.Module], attention: PagedAttention, prove: Callable[[], bool], invariant: bool
-) -> bool:
+    layers: list[nn.Module], attention: PagedAttention, prove: Callable[[], Proof], proof: Proof
+) -> Proof:
     """Let fused layers decode as one program where the model then still computes the same."""
     stack = fused_stack.install(layers, attention)
     if stack is None:
-        return invariant
+        return proof
     try:
         return prove()
     except (trial.Mismatch, *MODEL_ERRORS) as e:
         log.info("the layers keep their own launches: in one program, the model %s", one_line(e))
         fused_stack.remove(layers, stack)
-        return invariant
+        return proof
 
 
 def one_line(error: BaseException) -> str:

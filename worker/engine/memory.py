@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ...shared.errors import ConfigError
 from ..settings import WorkerSettings
-from .kv_cache import LayerShape
 
 # Of what is free once the weights are loaded. A GPU is ours alone; a CPU's memory is shared with Redis and the rest.
 _GPU_SHARE = 0.85
@@ -25,21 +24,20 @@ _GROUP_FILES = {
 
 def num_blocks(
     settings: WorkerSettings,
-    layers: Sequence[LayerShape],
+    token_bytes: int,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     context_length: int,
     max_running: int,
 ) -> int:
-    """Blocks of the pool, with the null block.
+    """Blocks of the pool, with the null block, where the K/V of a token take `token_bytes`.
 
     No more than `max_running` whole contexts, and at least one.
 
     Raises:
         ConfigError: the memory does not hold one whole context.
     """
-    block_bytes = settings.block_size * sum(shape.bytes_per_token(dtype) for shape in layers)
+    block_bytes = settings.block_size * token_bytes
     context = -(-context_length // settings.block_size)
     memory = settings.kv_memory or _free_memory(device)
     blocks = min(memory // block_bytes - 1, context * max_running)

@@ -25,6 +25,10 @@ class PanelCache:
         self.keys = [zeros(n, shape.heads * shape.key_dim * size, self.dtype, self.device) for shape in layers]
         self.values = [zeros(n, shape.heads * _width(shape) * size, self.dtype, self.device) for shape in layers]
 
+    @classmethod
+    def bytes_per_token(cls, layers: Sequence[LayerShape]) -> int:
+        return sum(shape.heads * (shape.key_dim + _width(shape)) * cls.dtype.itemsize for shape in layers)
+
     def zero(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with zeros in every layer."""
         index = torch.tensor(blocks)

@@ -121,7 +121,7 @@ class PrefixCache:
         self._blocks.free(sequence.block_table, keys=keys, dirty=sequence.writing is not None)
         sequence.block_table = []
         sequence.num_named = sequence.num_computed = 0
-        sequence.writing = None
+        sequence.writing = sequence.taint = None
 
     def flush(self) -> int:
         """Forget everything. What runs goes on with its own blocks, and these are never found by others.

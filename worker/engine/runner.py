@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...shared.errors import EngineError
+from . import taint
 from .attention import AttentionBackend, PagedAttention
 from .batch import AttentionBatch, FlatBatch
 from .cuda_graphs import DecodeGraphs, Forward
@@ -108,9 +109,11 @@ class ModelRunner:
             decoding = batch.slices[: batch.attention.num_decoding]
             futures.fill(batch.input_ids[0], [piece.sequence for piece in decoding])
         keep = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
-        with self.adapters.over(batch.slices):
+        with self.adapters.over(batch.slices), taint.watched(self._model, batch.slices) as watched:
             logits = self._call(batch.input_ids, batch.position_ids, batch.attention, **keep)
-        return StepLogits.of(batch.slices, logits if keep else logits[batch.logit_rows])
+        computed = StepLogits.of(batch.slices, logits if keep else logits[batch.logit_rows])
+        watched.spread(computed.sampled, computed.logits)
+        return computed
 
     def _call(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch, **keep: torch.Tensor

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ...shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    import torch
+
     from .adapter import Adapter
     from .adjust import TokenCounts
     from .grammar import Matcher
@@ -49,6 +51,7 @@ class Sequence:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     writing: Slice | None = None  # the newest that writes to block_table, until its K/V are known to be finite
+    taint: torch.Tensor | None = None  # 0, or NaN where K/V of its prompt are not finite; see taint.py
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     num_named: int = 0  # blocks of block_table that the prefix cache knows by block_keys
     cache_generation: int = 0

@@ -67,6 +67,20 @@ def reference(model: Any, vocab_size: int, device: torch.device) -> Reference:
     return Reference(prompts, logits)
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a model computed over a pool.
+
+    Attributes:
+        invariant: whether a row of any batch is what it is alone: the logits were the same bit for bit when each prompt
+            was computed alone and in one piece, and nothing had a part in them that sums by the size of its batch.
+        rows: the logits [vocabulary] float32 of each step.
+    """
+
+    invariant: bool
+    rows: tuple[torch.Tensor, ...]
+
+
 @dataclass(slots=True)
 class Look:
     """What a forward showed of a model's layers."""
@@ -124,17 +138,15 @@ def prove(
     wanted: Reference,
     tolerance: float | None = None,
     *,
+    like: Proof | None = None,
     backend: str = "auto",
     invariant: bool = False,
-) -> bool:
+) -> Proof:
     """Compute the reference's prompts over a small pool: chunks, decodes, and both in one batch.
-
-    Returns:
-        Whether a row of any batch is what it is alone: the logits were the same bit for bit when each prompt was
-        computed alone and in one piece, and nothing had a part in them that sums by the size of its batch.
 
     Args:
         tolerance: how far the logits may be apart, as a share of their length; None: as the dtype rounds.
+        like: of the same weights, rounded as they are: only the order of sums may be another.
         backend, invariant: as in `make_backend`.
 
     Raises:
@@ -152,24 +164,32 @@ def prove(
         invariant=invariant,
     )
     tables = [list(range(1, 1 + blocks[0])), list(range(1 + blocks[0], 1 + sum(blocks)))]
-    runner = ModelRunner(model, attention, over)
-    worst, last, sums = 0.0, {}, ForeignSums()
+    runner, sums = ModelRunner(model, attention, over), ForeignSums()
+    rows, expected, last = list[torch.Tensor](), list[torch.Tensor](), dict[int, torch.Tensor]()
     for step in _STEPS:
         with sums:
             computed = runner.run([_slice(n, wanted.prompts[n], tables[n], start, end) for n, start, end in step])
         for piece, row in zip(computed.sampled, computed.logits, strict=True):
-            expected = wanted.logits[piece.sequence.arrival][piece.end - 1]
-            worst = max(worst, float((row - expected).norm() / expected.norm()))
+            expected.append(wanted.logits[piece.sequence.arrival][piece.end - 1])
+            rows.append(row)
             last[piece.sequence.arrival] = row
     alone = [runner.run([_slice(n, ids, tables[n], 0, len(ids))]).logits[-1] for n, ids in enumerate(wanted.prompts)]
     attention.backend = None
     tolerance = _TOLERANCE[parameter.dtype] if tolerance is None else tolerance
-    if not worst <= tolerance:
+    _check(rows, expected, tolerance, "over our pool than with transformers' eager attention")
+    if like is not None:
+        _check(rows, like.rows, _TOLERANCE[parameter.dtype], "than with its layers' own forward")
+    same = all(torch.equal(row, last[number]) for number, row in enumerate(alone))
+    return Proof(same and not sums.found, tuple(rows))
+
+
+def _check(rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float, how: str) -> None:
+    """Raises Mismatch where a row is further from what is expected than `tolerance` times its length."""
+    apart = [float((row - other).norm() / other.norm()) for row, other in zip(rows, expected, strict=True)]
+    if not all(distance <= tolerance for distance in apart):  # NaN is none
         raise Mismatch(
-            f"gives other logits over our pool than with transformers' eager attention: {worst:.2g} of their length "
-            f"apart, where rounding explains {tolerance:g}"
+            f"gives other logits {how}: {max(apart):.2g} of their length apart, where rounding explains {tolerance:g}"
         )
-    return not sums.found and all(torch.equal(row, last[number]) for number, row in enumerate(alone))
 
 
 def _slice(number: int, prompt: list[int], table: list[int], start: int, end: int) -> Slice:
