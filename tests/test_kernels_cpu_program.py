@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from headrace.kernels.cpu import linear, norm
+from headrace.kernels.cpu.large import LARGE
 from headrace.kernels.cpu.program import Memory, Program
 
 DEPTH = 40
@@ -67,3 +68,24 @@ def test_memory_has_two_halves_that_are_used_again() -> None:
     assert places[0] == places[2]
     assert places[1] == places[3]
     assert len({*places[0], *places[1]}) == 4
+
+
+def test_a_large_output_takes_the_memory_of_the_last_one_once_nobody_holds_that() -> None:
+    def ask() -> torch.Tensor:
+        return linear.linear(x, panels, len(weight))
+
+    x, weight = torch.randn(9, 32), torch.randn(LARGE // 8, 32)
+    panels, wanted = linear.pack(weight), x @ weight.T
+    first = ask()
+    place, row = first.data_ptr(), first[3:4]
+    second = ask()
+    assert second.data_ptr() != place, "the first one is held"
+    del first
+    third = ask()
+    assert third.data_ptr() != place, "a row of the first one is held"
+    torch.testing.assert_close(row, wanted[3:4])
+    del row
+    fourth = ask()
+    assert fourth.data_ptr() == place
+    for out in (second, third, fourth):
+        torch.testing.assert_close(out, wanted)

@@ -132,11 +132,11 @@ def _scores(q, q_stride, rows, keys, table, first, last, heads, head, key_dim, s
         if block + 3 < last:
             aheads = keys + (table[block + 2] * heads + head) * size, keys + (table[block + 3] * heads + head) * size
         outs = (cells, cells + 4 * PANEL)
-        multiply_two(FLOAT32, 0, q, q_stride, panels, aheads, key_dim, outs, (width, width), rows)
+        multiply_two(FLOAT32, 0, q, q_stride, panels, aheads, aheads[1], key_dim, outs, (width, width), rows)
         block, cells = block + 2, cells + 8 * PANEL
     if block < last:
         panel = keys + (table[block] * heads + head) * size
-        multiply(FLOAT32, 0, q, q_stride, panel, panel, key_dim, cells, width, rows)
+        multiply(FLOAT32, 0, q, q_stride, panel, panel, panel, key_dim, cells, width, rows)
 
 
 @cpu_jit
@@ -180,10 +180,10 @@ def _mix(scores, width, rows, values, table, first, last, heads, head, columns, 
         weights, out, column = scores + 4 * (block - first) * PANEL, mixed, 0
         while column + 1 < columns:
             panels, aheads, outs = (row, row + size), (ahead, ahead + size), (out, out + 4 * PANEL)
-            multiply_two(FLOAT32, 1, weights, width, panels, aheads, PANEL, outs, (stride, stride), rows)
+            multiply_two(FLOAT32, 1, weights, width, panels, aheads, aheads[1], PANEL, outs, (stride, stride), rows)
             row, ahead, out, column = row + 2 * size, ahead + 2 * size, out + 8 * PANEL, column + 2
         if column < columns:
-            multiply(FLOAT32, 1, weights, width, row, ahead, PANEL, out, stride, rows)
+            multiply(FLOAT32, 1, weights, width, row, ahead, ahead, PANEL, out, stride, rows)
 
 
 @cpu_jit

@@ -92,30 +92,30 @@ def gated(
 
 
 @cpu_jit
-def _product(kind, x, w, inputs, out, width, rows):
+def _product(kind, x, w, following, inputs, out, width, rows):
     """A panel of any kind: the choice is made once a panel, so that the loops inside know their types."""
     if kind == BFLOAT16:
-        multiply(BFLOAT16, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
+        multiply(BFLOAT16, 0, x, inputs, w, w + AHEAD, following, inputs, out, width, rows)
     elif kind == FLOAT16:
-        multiply(FLOAT16, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
+        multiply(FLOAT16, 0, x, inputs, w, w + AHEAD, following, inputs, out, width, rows)
     elif kind == INT8:
-        multiply(INT8, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
+        multiply(INT8, 0, x, inputs, w, w + AHEAD, following, inputs, out, width, rows)
     else:
-        multiply(FLOAT32, 0, x, inputs, w, w + AHEAD, inputs, out, width, rows)
+        multiply(FLOAT32, 0, x, inputs, w, w + AHEAD, following, inputs, out, width, rows)
 
 
 @cpu_jit
-def _two_products(kind, x, ws, inputs, outs, widths, rows):
+def _two_products(kind, x, ws, following, inputs, outs, widths, rows):
     """Two panels of a kind."""
     aheads = (ws[0] + AHEAD, ws[1] + AHEAD)
     if kind == BFLOAT16:
-        multiply_two(BFLOAT16, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
+        multiply_two(BFLOAT16, 0, x, inputs, ws, aheads, following, inputs, outs, widths, rows)
     elif kind == FLOAT16:
-        multiply_two(FLOAT16, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
+        multiply_two(FLOAT16, 0, x, inputs, ws, aheads, following, inputs, outs, widths, rows)
     elif kind == INT8:
-        multiply_two(INT8, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
+        multiply_two(INT8, 0, x, inputs, ws, aheads, following, inputs, outs, widths, rows)
     else:
-        multiply_two(FLOAT32, 0, x, inputs, ws, aheads, inputs, outs, widths, rows)
+        multiply_two(FLOAT32, 0, x, inputs, ws, aheads, following, inputs, outs, widths, rows)
 
 
 @cpu_jit
@@ -149,26 +149,27 @@ def _linear(words):
     bias, scales, kind, size, residual = words[7], words[8], words[9], words[10], words[11]
     panels, block = width // PANEL, _block(inputs)
     pieces = (panels + 1) // 2
-    while True:
-        piece = take(words)
-        if piece >= pieces:
-            break
+    piece, following = 0, take(words)
+    while following < pieces:
+        piece, following = following, take(words)  # known early, so that its weights are on their way
+        panel, after = piece * 2, w + min(following, pieces - 1) * 2 * size
+        panel_w = w + panel * size
         for row in range(0, rows, block):
-            count = min(block, rows - row)
-            panel, here = piece * 2, x + 4 * row * inputs
-            panel_w, cells = w + panel * size, out + 4 * (row * width + panel * PANEL)
+            count, here = min(block, rows - row), x + 4 * row * inputs
+            cells = out + 4 * (row * width + panel * PANEL)
+            last = row + count == rows
             if panel + 1 < panels:
                 ws, outs = (panel_w, panel_w + size), (cells, cells + 4 * PANEL)
-                _two_products(kind, here, ws, inputs, outs, (width, width), count)
+                _two_products(kind, here, ws, after if last else panel_w, inputs, outs, (width, width), count)
             else:
-                _product(kind, here, panel_w, inputs, cells, width, count)
-            for panel in range(piece * 2, min(piece * 2 + 2, panels)):
-                cells = out + 4 * (row * width + panel * PANEL)
+                _product(kind, here, panel_w, after if last else panel_w, inputs, cells, width, count)
+            for number in range(panel, min(panel + 2, panels)):
+                cells = out + 4 * (row * width + number * PANEL)
                 if scales or bias:
-                    step = 4 * panel * PANEL
+                    step = 4 * number * PANEL
                     _scale_and_shift(cells, width, count, scales + step if scales else 0, bias + step if bias else 0)
                 if residual:
-                    _add(cells, residual + 4 * (row * width + panel * PANEL), width, count)
+                    _add(cells, residual + 4 * (row * width + number * PANEL), width, count)
 
 
 @cpu_jit
@@ -203,16 +204,18 @@ def _gated(words):
     scratch = np.empty(max(min(block, rows), 1) * PANEL, dtype=np.float32)  # an expert may get no row
     gates = np.int64(scratch.ctypes.data)  # numba makes a float of a signed and an unsigned number
     pieces = (panels + 1) // 2
-    while True:
-        piece = take(words)
-        if piece >= pieces:
-            break
+    piece, following = 0, take(words)
+    while following < pieces:
+        piece, following = following, take(words)
+        after = w + min(following, pieces - 1) * 4 * size
         for row in range(0, rows, block):
             count = min(block, rows - row)
             for panel in range(piece * 2, min(piece * 2 + 2, panels)):
                 cells, gate = out + 4 * (row * width + panel * PANEL), w + 2 * panel * size
-                ws, outs = (gate, gate + size), (gates, cells)
-                _two_products(kind, x + 4 * row * inputs, ws, inputs, outs, (PANEL, width), count)
+                ws, outs, coming = (gate, gate + size), (gates, cells), gate + 2 * size
+                if panel + 1 == min(piece * 2 + 2, panels):
+                    coming = after if row + count == rows else w + 4 * piece * size
+                _two_products(kind, x + 4 * row * inputs, ws, coming, inputs, outs, (PANEL, width), count)
                 if scales:
                     _scale_and_shift(gates, PANEL, count, scales + 4 * 2 * panel * PANEL, 0)
                     _scale_and_shift(cells, width, count, scales + 4 * (2 * panel + 1) * PANEL, 0)

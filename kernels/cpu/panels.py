@@ -149,13 +149,17 @@ def _tile(height, kind, add, x, stride, count, ws, aheads, outs, out_strides):
 
 
 @cpu_jit
-def multiply(kind, add, x, stride, w, ahead, count, out, out_stride, rows):
+def multiply(kind, add, x, stride, w, ahead, following, count, out, out_stride, rows):
     """One panel for any number of rows; `kind` and `add` (0, or 1: onto what `out` holds) are literals. What lies at
-    `ahead` is fetched meanwhile, as many bytes as the panel has."""
+    `ahead` is fetched meanwhile, as many bytes as the panel has, and during the last of several tiles, when the panel
+    itself is in the cache, what lies at `following`."""
     literally(kind)
     literally(add)
     tiles = (rows + MAX_ROWS - 1) // MAX_ROWS
+    several = tiles > 1
     while tiles > 0:
+        if several and tiles == 1:
+            ahead = following
         # Tiles as even as can be: one of two rows would leave most of the multipliers waiting for its few sums.
         height = (rows + tiles - 1) // tiles
         _tile(height, kind, add, x, stride, count, (w,), (ahead,), (out,), (out_stride,))
@@ -166,13 +170,14 @@ def multiply(kind, add, x, stride, w, ahead, count, out, out_stride, rows):
 
 
 @cpu_jit
-def multiply_two(kind, add, x, stride, ws, aheads, count, outs, out_strides, rows):
-    """Two panels for any number of rows, side by side where one alone has too few sums to keep the multipliers busy."""
+def multiply_two(kind, add, x, stride, ws, aheads, following, count, outs, out_strides, rows):
+    """Two panels for any number of rows, side by side where one alone has too few sums to keep the multipliers busy;
+    `following` is what comes after them."""
     literally(kind)
     literally(add)
     if rows > FEW_ROWS:
-        multiply(kind, add, x, stride, ws[0], aheads[0], count, outs[0], out_strides[0], rows)
-        multiply(kind, add, x, stride, ws[1], aheads[1], count, outs[1], out_strides[1], rows)
+        multiply(kind, add, x, stride, ws[0], aheads[0], ws[1], count, outs[0], out_strides[0], rows)
+        multiply(kind, add, x, stride, ws[1], aheads[1], following, count, outs[1], out_strides[1], rows)
     elif rows == 3:
         _panels(3, kind, add, x, stride, count, ws, aheads, outs, out_strides)
     elif rows == 2:

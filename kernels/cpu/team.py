@@ -26,6 +26,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .large import LARGE, Kept
+
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 
@@ -190,11 +192,14 @@ class Recorder(Protocol):
 
 
 recording: Recorder | None = None
+_kept = Kept()
 
 
 def empty(rows: int, *shape: int) -> torch.Tensor:
     """[rows, *shape] float32 for a kernel to write to."""
-    return torch.empty(rows, *shape, dtype=torch.float32) if recording is None else recording.empty(rows, *shape)
+    if recording is not None:
+        return recording.empty(rows, *shape)
+    return _kept.empty(rows, *shape) if rows * shape[0] >= LARGE else torch.empty(rows, *shape, dtype=torch.float32)
 
 
 def entry(function: Callable[[Any], None]) -> Callable[[], int]:
