@@ -184,7 +184,7 @@ def sampling(dtype: torch.dtype) -> Iterator[Case]:
                 bytes=size(logits),
             )
         masks = torch.randint(-(2**31), 2**31, (count, vocabulary // 32), device=DEVICE).int()
-        slots, counts = torch.arange(count, device=DEVICE), torch.zeros(count, vocabulary, device=DEVICE).int()
+        slots = torch.arange(count, device=DEVICE)
         yield Case(
             "apply_bitmask",
             f"{count}x{vocabulary}",
@@ -192,13 +192,16 @@ def sampling(dtype: torch.dtype) -> Iterator[Case]:
             lambda x=logits, m=masks, r=slots: bitmask.apply_bitmask_reference(x, m, r),
             bytes=size(masks) + size(logits) // 2,
         )
-        penalised = (slots, masks, counts, ones * 1.1, ones * 0.1, ones * 0.1)
+        seen = 1024
+        ids = torch.stack([torch.randperm(vocabulary, device=DEVICE)[:seen] for _ in range(count)]).flatten()
+        bounds = torch.arange(0, count * seen + 1, seen, device=DEVICE).int()
+        penalised = (logits, slots, bounds, ids, torch.ones_like(ids).float(), torch.ones(3, count, device=DEVICE))
         yield Case(
             "apply_penalties",
-            f"{count}x{vocabulary}",
-            lambda x=logits, a=penalised: penalties.apply_penalties(x, *a),
-            lambda x=logits, a=penalised: penalties.apply_penalties_reference(x, *a),
-            bytes=2 * size(logits) + size(masks, counts),
+            f"{count}x{seen}",
+            lambda a=penalised, n=seen: penalties.apply_penalties(*a, longest=n),
+            lambda a=penalised, n=seen: penalties.apply_penalties_reference(*a, longest=n),
+            bytes=count * seen * (8 + 4 + 2 * 4),
         )
 
 

@@ -1,7 +1,8 @@
-"""Repetition, frequency and presence penalties, from state that stays on the device by slot.
+"""Repetition, frequency and presence penalties, at the tokens that a row's request has seen and nowhere else.
 
-prompt_mask     [slots, ceil(V / 32)] int32    bit t % 32 of word t // 32: token t stands in the prompt
-output_counts   [slots, V] int32               how often token t was generated
+bounds        0        3    4          M + 1: the tokens of penalised row m are bounds[m] … bounds[m + 1]
+token_ids     17 4 90 |17  |…          distinct within a row
+counts         0 2  1 | 1  |…          how often each was generated; 0: it stands in the prompt alone
 """
 
 from __future__ import annotations
@@ -10,91 +11,74 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import power_of_two
-
 
 @triton.jit
 def _penalties_kernel(
     logits: tl.tensor,
-    slots: tl.tensor,
-    prompt_mask: tl.tensor,
-    output_counts: tl.tensor,
-    repetition: tl.tensor,
-    frequency: tl.tensor,
-    presence: tl.tensor,
+    rows: tl.tensor,
+    bounds: tl.tensor,
+    token_ids: tl.tensor,
+    counts: tl.tensor,
+    penalties: tl.tensor,
+    num_rows: int,
     logits_stride: int,
-    mask_stride: int,
-    counts_stride: int,
-    size: int,
     TILE: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(repetition + row)
-    per_token = tl.load(frequency + row)
-    once = tl.load(presence + row)
-    if (factor == 1.0) & (per_token == 0.0) & (once == 0.0):
-        return
-    slot = tl.load(slots + row)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = token < size
-    at = logits + row * logits_stride + token
+    number = tl.program_id(0)
+    place = tl.load(bounds + number) + tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = place < tl.load(bounds + number + 1)
+    repetition = tl.load(penalties + number)
+    frequency = tl.load(penalties + num_rows + number)
+    presence = tl.load(penalties + 2 * num_rows + number)
+    token = tl.load(token_ids + place, mask=inside, other=0)
+    count = tl.load(counts + place, mask=inside, other=0.0)
+    at = logits + tl.load(rows + number) * logits_stride + token
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    count = tl.load(output_counts + slot * counts_stride + token, mask=inside, other=0)
-    word = tl.load(prompt_mask + slot * mask_stride + token // 32, mask=inside, other=0)
-    seen = (count > 0) | (((word >> (token % 32)) & 1) != 0)
-    x = tl.where(seen, tl.where(x > 0.0, x / factor, x * factor), x)
-    x = x - count.to(tl.float32) * per_token - tl.where(count > 0, once, 0.0)
+    x = tl.where(x > 0.0, x / repetition, x * repetition)
+    x = x - frequency * count - tl.where(count > 0.0, presence, 0.0)
     tl.store(at, x.to(logits.dtype.element_ty), mask=inside)
 
 
 def apply_penalties(
     logits: torch.Tensor,
-    slots: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
+    rows: torch.Tensor,
+    bounds: torch.Tensor,
+    token_ids: torch.Tensor,
+    counts: torch.Tensor,
+    penalties: torch.Tensor,
+    *,
+    longest: int,
 ) -> None:
     """Penalise, in place. Repetition looks at prompt and output, the others at the output alone.
 
     Args:
         logits: [R, V], the vocabulary contiguous.
-        slots: [R] int64, each row's place in the state.
-        prompt_mask: [slots, ceil(V / 32)] int32; output_counts: [slots, V] int32.
-        repetition: [R] float32, 1 for none; frequency, presence: [R] float32, 0 for none.
+        rows: [M] int64, which of them are penalised; bounds: [M + 1] int32.
+        token_ids: [P] int64; counts: [P] float32.
+        penalties: [3, M] float32: repetition (1 for none), frequency and presence (0 for none).
+        longest: tokens of the row that has most.
     """
     assert logits.stride(-1) == 1, "logits are changed in place, a row at a time"
-    tile = min(power_of_two(logits.shape[1]), 1024)
-    _penalties_kernel[(len(slots), -(-logits.shape[1] // tile))](
-        logits,
-        slots,
-        prompt_mask,
-        output_counts,
-        repetition,
-        frequency,
-        presence,
-        logits.stride(0),
-        prompt_mask.stride(0),
-        output_counts.stride(0),
-        logits.shape[1],
-        TILE=tile,
+    tile = 256
+    _penalties_kernel[(len(rows), -(-longest // tile))](
+        logits, rows, bounds, token_ids, counts, penalties.contiguous(), len(rows), logits.stride(0), TILE=tile
     )
 
 
 def apply_penalties_reference(
     logits: torch.Tensor,
-    slots: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
+    rows: torch.Tensor,
+    bounds: torch.Tensor,
+    token_ids: torch.Tensor,
+    counts: torch.Tensor,
+    penalties: torch.Tensor,
+    *,
+    longest: int,
 ) -> None:
     """The twin of `apply_penalties`."""
-    bits = (prompt_mask[slots][:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    in_prompt = bits.flatten(1)[:, : logits.shape[1]] != 0
-    counts = output_counts[slots]
-    x, factor = logits.float(), repetition[:, None]
-    x = torch.where(in_prompt | (counts > 0), torch.where(x > 0, x / factor, x * factor), x)
-    logits.copy_(x - counts * frequency[:, None] - (counts > 0) * presence[:, None])
+    lengths = bounds.diff()
+    index = rows.repeat_interleave(lengths), token_ids
+    repetition, frequency, presence = penalties.repeat_interleave(lengths, dim=1)
+    x = logits[index].float()
+    x = torch.where(x > 0, x / repetition, x * repetition) - frequency * counts - presence * (counts > 0)
+    logits[index] = x.to(logits.dtype)

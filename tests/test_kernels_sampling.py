@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from headrace.kernels import bitmask, penalties, sample
+from headrace.worker.engine import adjust
 from headrace.worker.engine.noise import row_keys
 from kit.pools import DEVICE, random
 
@@ -105,18 +107,30 @@ def test_bitmask(size: int) -> None:
 
 @pytest.mark.parametrize("size", [70, 2500])
 def test_penalties(size: int) -> None:
-    slots = torch.tensor([2, 0, 3, 1], device=DEVICE)
-    counts = torch.randint(0, 3, (4, size), generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
-    masks = torch.randint(-(2**31), 2**31, (4, -(-size // 32)), generator=torch.Generator().manual_seed(1))
-    masks = masks.to(DEVICE, torch.int32)
-    asked = [
-        torch.tensor(x, device=DEVICE) for x in ([1.3, 1.0, 1.0, 0.8], [0.0, 0.5, 0.0, 0.1], [0.0, -0.2, 0.0, 1.0])
-    ]
-    logits, twin = random(4, size), random(4, size)
-    logits[0, 3] = twin[0, 3] = -INF
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 0, 60, size // 2]
+    ids = torch.cat([torch.randperm(size, generator=generator)[:length] for length in lengths]).to(DEVICE)
+    counts = torch.randint(0, 3, (sum(lengths),), generator=generator).float().to(DEVICE)
+    rows = torch.tensor([2, 0, 4, 1], device=DEVICE)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+    asked = torch.tensor([[1.3, 1.0, 1.0, 0.8], [0.0, 0.5, 0.25, 0.1], [0.0, -0.2, 0.0, 1.0]], device=DEVICE)
+    logits, twin = random(5, size), random(5, size)
+    logits[2, ids[0]] = twin[2, ids[0]] = -INF
     before = logits.clone()
-    penalties.apply_penalties(logits, slots, masks, counts, *asked)
-    penalties.apply_penalties_reference(twin, slots, masks, counts, *asked)
+    arguments = (rows, bounds, ids, counts, asked)
+    penalties.apply_penalties(logits, *arguments, longest=max(lengths))
+    penalties.apply_penalties_reference(twin, *arguments, longest=max(lengths))
     torch.testing.assert_close(logits, twin, atol=1e-6, rtol=1e-6)
-    assert torch.equal(logits[2], before[2])  # asked for nothing
+    assert torch.equal(logits[[0, 3]], before[[0, 3]])  # no token; not asked for
     assert not torch.equal(logits[1], before[1])
+    untouched = torch.ones(size, dtype=torch.bool, device=DEVICE).index_fill(0, ids[3:63], False)
+    assert torch.equal(logits[4, untouched], before[4, untouched])
+
+
+def test_the_sampler_penalises_alike_by_kernel_and_by_torch() -> None:
+    ids = [np.array([4, 9, 30]), np.array([9])]
+    counts, asked = np.array([0, 2, 1, 0], np.float32), np.array([[1.2, 0.3, 0.1], [0.7, 0, 0]], np.float32)
+    by_kernel, by_torch = random(3, 40), random(3, 40)
+    adjust._by_kernel(by_kernel, [2, 0], ids, counts, asked)
+    adjust._by_torch(by_torch, [2, 0], ids, counts, asked)
+    torch.testing.assert_close(by_kernel, by_torch, atol=1e-6, rtol=1e-6)

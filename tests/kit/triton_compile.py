@@ -114,7 +114,7 @@ def sampling() -> None:
     logits = tensor(3, 151936)
     sample.sample(logits, tensor(3), ints(3), tensor(3), tensor(3), ints(3, 2))
     bitmask.apply_bitmask(logits, ints(2, 4748), longs(2))
-    penalties.apply_penalties(logits, longs(3), ints(8, 4748), ints(8, 151936), tensor(3), tensor(3), tensor(3))
+    penalties.apply_penalties(logits, longs(2), ints(3), longs(9), tensor(9), tensor(3, 2), longest=5)
 
 
 def spilled(cubin: bytes) -> int:

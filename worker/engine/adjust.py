@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 
 from ...shared.messages import SamplingParams
+from .attention_triton import triton_is_installed
 from .sequence import Row, Sequence
+from .transfers import upload
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -87,16 +89,33 @@ def _counts_of(sequence: Sequence) -> TokenCounts:
 def _penalise(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
     if not rows:
         return
+    places, params = [place for place, _ in rows], [row.params for _, row in rows]
     told = [_counts_of(row.sequence).of(row) for _, row in rows]
-    pairs = _Pairs([place for place, _ in rows], [ids for ids, _ in told], logits.device)
-    counts = pairs.values(np.concatenate([counts for _, counts in told]))
-    params = [row.params for _, row in rows]
-    repetition = pairs.spread([s.repetition_penalty for s in params])
-    frequency = pairs.spread([s.frequency_penalty for s in params])
-    presence = pairs.spread([s.presence_penalty for s in params])
-    old = logits[pairs.index]
+    ids, counts = [ids for ids, _ in told], np.concatenate([counts for _, counts in told])
+    asked = np.array([(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in params], np.float32)
+    penalise = _by_kernel if runs_kernels(logits.device) else _by_torch
+    penalise(logits, places, ids, counts, asked)
+
+
+def _by_kernel(logits: torch.Tensor, places: Rows[int], ids: Rows[Ints], counts: Floats, asked: Floats) -> None:
+    from ...kernels.penalties import apply_penalties
+
+    lengths = [len(one) for one in ids]
+    arrays = np.array(places), np.cumsum([0, *lengths], dtype=np.int32), np.concatenate(ids), counts, asked.T.copy()
+    apply_penalties(logits, *(upload(array, logits.device) for array in arrays), longest=max(lengths))
+
+
+def _by_torch(logits: torch.Tensor, places: Rows[int], ids: Rows[Ints], counts: Floats, asked: Floats) -> None:
+    pairs = _Pairs(places, ids, logits.device)
+    repetition, frequency, presence = (pairs.spread(column) for column in asked.T)
+    said, old = pairs.values(counts), logits[pairs.index]
     repeated = torch.where(old > 0, old / repetition, old * repetition)
-    logits[pairs.index] = repeated - frequency * counts - presence * (counts > 0)
+    logits[pairs.index] = repeated - frequency * said - presence * (said > 0)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels serve a device."""
+    return device.type == "cuda" and triton_is_installed()
 
 
 def _bias(logits: torch.Tensor, rows: Rows[tuple[int, Row]]) -> None:
@@ -140,9 +159,9 @@ class _Pairs:
     def values(self, values: Floats) -> torch.Tensor:
         return self._tensor(values)
 
-    def spread(self, values: Rows[float]) -> torch.Tensor:
+    def spread(self, values: Floats) -> torch.Tensor:
         """A value of each row at all its pairs."""
-        return self._tensor(np.repeat(np.array(values, dtype=np.float32), self._lengths))
+        return self._tensor(np.repeat(values, self._lengths))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
