@@ -25,11 +25,12 @@ from kit import engines, tiny_models
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OUTPUT = 3
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "grouped heads of 32": ("llama", {"head_dim": 32, "num_hidden_layers": 1}),
-    "heads of 80": ("qwen3", {"head_dim": 80, "num_hidden_layers": 1}),
-    "windows and softcap": ("gemma2", {}),
-    "windows and sinks": ("gpt_oss", {}),
+# And how many of their layers are fused.
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "grouped heads of 32": ("llama", {"head_dim": 32, "num_hidden_layers": 1}, 1),
+    "heads of 80": ("qwen3", {"head_dim": 80, "num_hidden_layers": 1}, 1),
+    "windows and softcap": ("gemma2", {}, 2),
+    "windows and sinks": ("gpt_oss", {}, 0),
 }
 
 
@@ -43,10 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_over_mixed_batches(name: str, tmp_path: Path) -> None:
-    architecture, config = MODELS[name]
+def test_tokens_over_mixed_batches(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    architecture, config, fused = MODELS[name]
+    caplog.set_level("INFO")
     folder = tiny_models.build(tmp_path / "m", architecture, **config)
     engine = triton_engine(folder)
+    assert (f"{fused} layers fused" in caplog.text) == bool(fused)
     prompts = engines.random_prompts((5, 30, 9))  # 24 tokens a step: chunks share steps with sequences that decode
     out = engines.run(engine, [engines.job(str(i), p, max_new_tokens=OUTPUT) for i, p in enumerate(prompts)])
     for number, prompt in enumerate(prompts):

@@ -59,10 +59,23 @@ class TritonAttention:
     ) -> torch.Tensor:
         from ...kernels.store_kv import store_kv
 
+        store_kv(k.transpose(0, 1), v.transpose(0, 1), *self.pools(layer), self.slots(batch))
+        return self.attend(batch, layer, q.transpose(0, 1), options, window)
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_blocks, Hk, block_size, D] and values of a layer."""
+        return self._cache.pools(layer)
+
+    def slots(self, batch: AttentionBatch) -> torch.Tensor:
+        """[T] int64, where each row's K/V go."""
+        return self._tensors_of(batch).slot_mapping
+
+    def attend(
+        self, batch: AttentionBatch, layer: int, q: torch.Tensor, options: ScoreOptions, window: int | None
+    ) -> torch.Tensor:
+        """As `run`, for a flat batch whose K/V are in the pool already. q [T, H, D]; returns [T, H, Dv]."""
         tensors = self._tensors_of(batch)
-        keys, values = self._cache.pools(layer)
-        store_kv(k.transpose(0, 1), v.transpose(0, 1), keys, values, tensors.slot_mapping)
-        rows = q.transpose(0, 1).to(keys.dtype)
+        rows = q.to(self._cache.dtype)
         decoding, parts = tensors.num_decoding, []
         if decoding:
             parts.append(self._decode(tensors, layer, rows[:decoding], options, window))

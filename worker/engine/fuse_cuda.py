@@ -149,21 +149,27 @@ def _rotary(original: Callable[..., Any], like: torch.Tensor) -> Callable[..., A
             wanted = original(q, k, cos, sin)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
-        kernel = _replacing(original, interleaved)
+        kernel = Rotary(original, interleaved)
         if all(_alike(got, want) for got, want in zip(kernel(q, k, cos, sin), wanted, strict=True)):
             return kernel
     return None
 
 
-def _replacing(original: Callable[..., Any], interleaved: bool) -> Callable[..., Any]:
-    def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+class Rotary:
+    """Our kernel in the place of transformers' function."""
+
+    def __init__(self, original: Callable[..., Any], interleaved: bool) -> None:
+        self._original = original
+        self.interleaved = interleaved
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         flat = q.dim() == 4 and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3])
         if args or kwargs or not flat:
-            return original(q, k, cos, sin, *args, **kwargs)
-        turned = rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0], interleaved=interleaved)
+            return self._original(q, k, cos, sin, *args, **kwargs)
+        turned = rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0], interleaved=self.interleaved)
         return tuple(x.transpose(0, 1)[None] for x in turned)
-
-    return apply
 
 
 def _alike(got: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -59,23 +59,29 @@ def remove(layers: list[nn.Module]) -> None:
 
 
 def _fused(layer: Any, attention: PagedAttention) -> FusedLayer | None:
-    children = dict(layer.named_children())
-    if set(children) not in ({"self_attn", "mlp"} | _NORMS, {"self_attn", "mlp"} | _NORMS | _OUTER_NORMS):
+    if not known_shape(layer):
         return None
-    parts = dict(layer.self_attn.named_children())
-    if set(parts) - {"rotary_emb"} not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
-        return None
+    children, parts = dict(layer.named_children()), dict(layer.self_attn.named_children())
     norms = [child for name, child in (*children.items(), *parts.items()) if name.endswith("norm")]
     known = isinstance(layer.mlp, GatedMLP) and isinstance(layer.mlp.down_proj, PackedLinear)
     known = known and isinstance(parts["q_proj"], Part) and isinstance(parts["o_proj"], PackedLinear)
     index, size = getattr(layer.self_attn, "layer_idx", None), getattr(layer.self_attn, "head_dim", None)
     if not known or not all(isinstance(norm, CpuRMSNorm) for norm in norms):
         return None
-    if not (_named(layer) | _named(layer.self_attn)) <= _NAMES:
-        return None
     if index not in attention.options or not isinstance(size, int) or _sizes(layer, size) is None:
         return None
     return FusedLayer(layer, attention, size)
+
+
+def known_shape(layer: Any) -> bool:
+    """Whether a module is a decoder layer of the shape above, by the names of its parts and in its forwards."""
+    inner = {"self_attn", "mlp"} | _NORMS
+    if {name for name, _ in layer.named_children()} not in (inner, inner | _OUTER_NORMS):
+        return False
+    parts = {name for name, _ in layer.self_attn.named_children()}
+    if parts - {"rotary_emb"} not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
+        return False
+    return (_named(layer) | _named(layer.self_attn)) <= _NAMES
 
 
 def _named(module: nn.Module) -> set[str]:

@@ -162,7 +162,8 @@ def adopt(
             invariant=deterministic,
         )
         proof = prove()
-        proof = _fuse_layers(model, attention, partial(prove, like=proof), proof)
+        by_triton = _by_triton(parameter, attention_backend)
+        proof = _fuse_layers(model, attention, partial(prove, like=proof), proof, by_triton)
     except trial.Mismatch as e:
         raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
     except MODEL_ERRORS as e:
@@ -177,8 +178,8 @@ def _rewrite(
     if is_quantized(model):  # its linears keep the weights that their quantizer made
         log.info("%s: %d norms fused, quantised weights as they are", type(model).__name__, fuse_norms(model))
         return
-    by_triton = parameter.device.type == "cuda" or attention_backend == "triton"
-    if by_triton and triton_is_installed():
+    by_triton = _by_triton(parameter, attention_backend)
+    if by_triton:
         from .fuse_cuda import fuse
 
         fuse(model, invariant=deterministic)
@@ -186,14 +187,25 @@ def _rewrite(
     if weight_dtype != "float32" and not by_triton and parameter.dtype == torch.float32:
         packed = pack_linears(model, weight_dtype)
         rope.fuse(model)
-    elif (parameter.device.type, parameter.dtype) == ("cpu", torch.bfloat16) and onednn.supported():
+    elif not by_triton and parameter.dtype == torch.bfloat16 and onednn.supported():
         packed = onednn.pack(model)
     log.info("%s: %d norms fused, %d linears packed", type(model).__name__, norms, packed)
 
 
-def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], Proof], proof: Proof) -> Proof:
+def _by_triton(parameter: torch.Tensor, attention_backend: str) -> bool:
+    """Whether a model is rewritten for Triton's kernels: on a GPU, and where they are asked for by name."""
+    return (parameter.device.type == "cuda" or attention_backend == "triton") and triton_is_installed()
+
+
+def _fuse_layers(
+    model: Any, attention: PagedAttention, prove: Callable[[], Proof], proof: Proof, by_triton: bool
+) -> Proof:
     """Let layers run as a few launches each where the model then still computes the same; returns the proof of that."""
-    fused = fused_layer.install(model, attention)
+    if by_triton:
+        from .device_layer import install
+    else:
+        from .fused_layer import install
+    fused = install(model, attention)
     if not fused:
         return proof
     try:
@@ -203,7 +215,7 @@ def _fuse_layers(model: Any, attention: PagedAttention, prove: Callable[[], Proo
         fused_layer.remove(fused)
         return proof
     log.info("%s: %d layers fused", type(model).__name__, len(fused))
-    return _stack_layers(fused, attention, prove, proof)
+    return proof if by_triton else _stack_layers(fused, attention, prove, proof)
 
 
 def _stack_layers(
