@@ -96,7 +96,7 @@ class PipelineMachine(RuleBasedStateMachine):
             self.scheduler.retract()
         else:
             self.scheduler.cache.flush()
-        self.runner.device.weights += 1
+        self.runner.device.change_weights()
         self.scheduler.check_integrity()
 
     def one_step(self) -> None:

@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.retract()
         else:
             self.scheduler.cache.flush()
-        self.model.device.weights += 1
+        self.model.device.change_weights()
         assert self.scheduler.blocks.num_named == 0
         self.scheduler.check_integrity()
 

@@ -61,6 +61,11 @@ class SimulatedDevice:
         self._running: set[Sequence] = set()
         self._newest: dict[Sequence, int] = {}  # tokens that stand in the place of FUTURE
 
+    def change_weights(self) -> None:
+        """What runs keeps its K/V, also what was admitted and has not computed yet."""
+        self.weights += 1
+        self._running = set(self._scheduler.running)
+
     def zero(self, blocks: Rows[int]) -> None:
         for block in blocks:
             self._pool[block] = self._empty.copy()
