@@ -5,6 +5,7 @@
 decode   N sequences of 128 tokens in, 64 out: tokens/s and the median step; the share of bandwidth: the weights' bytes
          and the K/V that a step reads over its time, against a measured copy (bytes read plus written)
 prefill  one prompt of N tokens: tokens/s
+overlap  decode, with and without it in turns in one engine: the median step of either
 mixed    --requests of --low … --high tokens in and out, all added at once: output tokens/s, the figure that peers print
 """
 
@@ -29,6 +30,7 @@ from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.settings import WorkerSettings
 
 Line = dict[str, Any]
+SWEEPS = ("decode", "overlap", "prefill", "mixed")
 
 
 def job(rid: str, prompt: int, output: int, vocabulary: int, temperature: float) -> GenerateJob:
@@ -64,6 +66,26 @@ def decode(engine: TransformersEngine, args: argparse.Namespace, weights: int, c
             "decode_tokens_per_s": round(count / median),
             "of_copy": round(read / median / copied, 3) if copied else "",
         }
+
+
+def overlap(engine: TransformersEngine, args: argparse.Namespace) -> Iterator[Line]:
+    """What planning ahead gains: nothing on a CPU, which the host's work waits for."""
+    pipeline = engine._pipeline
+    given = pipeline.overlap
+    for count in args.batch:
+        medians: dict[bool, list[float]] = {True: [], False: []}
+        for pipeline.overlap in (False, True) * 3:
+            jobs = [job(str(i), 128, 64, args.vocabulary, 0.0) for i in range(count)]
+            medians[pipeline.overlap].append(statistics.median(run(engine, jobs)[2]))
+        best = {on: min(of) for on, of in medians.items()}
+        yield {
+            "sweep": "overlap",
+            "n": count,
+            "step_ms": round(best[True] * 1e3, 3),
+            "step_ms_without": round(best[False] * 1e3, 3),
+            "decode_tokens_per_s": round(count / best[True]),
+        }
+    pipeline.overlap = given
 
 
 def prefill(engine: TransformersEngine, args: argparse.Namespace) -> Iterator[Line]:
@@ -105,9 +127,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    parser.add_argument(
-        "--only", nargs="+", choices=["decode", "prefill", "mixed"], default=["decode", "prefill", "mixed"]
-    )
+    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=SWEEPS)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 2048, 8192])
     parser.add_argument("--requests", type=int, default=256)
@@ -132,10 +152,16 @@ def main() -> None:
     args.vocabulary = engine.card.vocab_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     about = {"date": datetime.date.today().isoformat(), "device": name, "model": engine.card.name}
-    about |= {"dtype": engine.card.dtype, "graphs": runner._graphs is not None, "start_s": round(started, 1)}
+    about |= {
+        "dtype": engine.card.dtype,
+        "graphs": runner._graphs is not None,
+        "overlap": settings.overlap,
+        "start_s": round(started, 1),
+    }
     run(engine, [job("warm", 64, 8, args.vocabulary, 0.6)])
     sweeps = {
         "decode": lambda: decode(engine, args, weights, copy_bandwidth(device)),
+        "overlap": lambda: overlap(engine, args),
         "prefill": lambda: prefill(engine, args),
         "mixed": lambda: mixed(engine, args),
     }
@@ -145,7 +171,7 @@ def main() -> None:
             lines.append(about | line)
             print(lines[-1], file=sys.stderr, flush=True)
     for target in [sys.stdout] + ([args.output.open("w", newline="")] if args.output else []):
-        fields = [*about, "sweep", "n", "tokens_per_s", "step_ms", "decode_tokens_per_s", "of_copy"]
+        fields = [*about, "sweep", "n", "tokens_per_s", "step_ms", "step_ms_without", "decode_tokens_per_s", "of_copy"]
         writer = csv.DictWriter(target, fields)
         writer.writeheader()
         writer.writerows(lines)

@@ -21,7 +21,9 @@ from headrace.worker.engine.cuda_graphs import buckets
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.engine.graph_buffers import Buffers, BufferWriter
 from headrace.worker.engine.plan import Slice
+from headrace.worker.engine.stepper import Stepper
 from kit import engines, tiny_models
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OUTPUT = 3
@@ -128,6 +130,49 @@ def test_a_prompts_last_token_tells_of_nan_that_it_does_not_see(tmp_path: Path, 
     out = engines.run(engine, [engines.job("bad", [300, *prompt])])
     assert out["bad"].finish is not None
     assert out["bad"].finish.type == "error"
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where a tensor's numbers are asked for: on a GPU that waits for all that it was given."""
+
+    READS = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_launched_ahead_waits_for_nothing(
+    folder: Path, repeating: Repeating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, launched = Stepper.launch, list[int]()
+
+    def watched(self: Stepper, slices: list[Slice], after: Any) -> Any:
+        launched.append(len(slices))
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with NoReading(), monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, "tolist", torch.Tensor.item)
+                return launch(self, slices, after)
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    prompts = engines.random_prompts((4, 9, 30))
+    jobs = [engines.job(str(i), p, max_new_tokens=4, temperature=i / 2) for i, p in enumerate(prompts)]
+    engine = triton_engine(folder, max_running=4, overlap="on")
+    expected = engines.run(engine, jobs)
+    monkeypatch.setattr(Stepper, "launch", watched)
+    engine.flush_cache()
+    out = engines.run(engine, jobs)
+    assert {rid: each.token_ids for rid, each in out.items()} == {rid: each.token_ids for rid, each in expected.items()}
+    assert len(launched) == 6, "prompts in two steps, then three tokens, and one more of the last to come"
     engine.close()
 
 

@@ -27,14 +27,14 @@ class Pipeline:
 
     Args:
         meter: of the phase "schedule".
-        overlap: whether steps are launched ahead, where they can be.
+        overlap: whether steps are launched ahead, where they can be; may be changed between two steps.
     """
 
     def __init__(self, scheduler: Scheduler, stepper: Stepper, meter: Meter, *, overlap: bool) -> None:
         self._scheduler = scheduler
         self._stepper = stepper
         self._meter = meter
-        self._overlap = overlap
+        self.overlap = overlap
         self._flight: Flight | None = None
 
     def step(self) -> list[StepOutput]:
@@ -74,7 +74,7 @@ class Pipeline:
 
     def _launch(self, slices: list[Slice], after: Flight | None = None) -> Flight | None:
         """None where the step cannot be launched: it is run when all before it is known."""
-        if not (self._overlap and slices and all(map(_launchable, slices))):
+        if not (self.overlap and slices and all(map(_launchable, slices))):
             return None
         try:
             return self._stepper.launch(slices, after)

@@ -88,6 +88,7 @@ class Roster:
 
     def check_integrity(self) -> None:
         """Assert that no sequence is lost."""
-        assert all(not sequence.block_table for sequence in self.waiting), "a waiting sequence owns blocks"
+        for sequence in self.waiting:
+            assert not sequence.block_table and not sequence.num_computed, "a waiting sequence owns blocks"
         held = sorted(sequence.rid for sequence in (*self.waiting, *self.running))
         assert held == sorted(self._by_rid), "a sequence is lost, or stands in two places"

@@ -133,8 +133,6 @@ class Scheduler:
         """Note that a slice's K/V are finite, and that the first `accepted` of its guesses are tokens of the sequence
         now. Its full blocks may be shared; blocks of wrong guesses are given back."""
         sequence = piece.sequence
-        if not sequence.running:
-            return
         sequence.num_computed += accepted
         if sequence.writing is piece:  # else a step that was launched since writes behind it
             sequence.writing = None
