@@ -3,7 +3,7 @@ and each sequence says what it says alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from headrace.worker.engine.blocks import BlockAllocator
@@ -45,7 +45,7 @@ class PipelineMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(9, 24), running=st.integers(1, 5), budget=st.integers(5, 20))
     def begin(self, blocks: int, running: int, budget: int) -> None:
         self.scheduler = Scheduler(BlockAllocator(blocks + 1, BLOCK_SIZE), max_running=running, max_batch_tokens=budget)
-        self.runner: Any = SimulatedRunner(self.scheduler)
+        self.runner = cast(Any, SimulatedRunner(self.scheduler))
         meter = Meter("schedule", "forward", "sample")
         stepper = Stepper(self.scheduler, self.runner, self.runner, self.runner, meter, vocab_size=200)
         self.pipeline = Pipeline(self.scheduler, stepper, meter, overlap=True)

@@ -89,6 +89,7 @@ class Roster:
     def check_integrity(self) -> None:
         """Assert that no sequence is lost."""
         for sequence in self.waiting:
-            assert not sequence.block_table and not sequence.num_computed, "a waiting sequence owns blocks"
+            assert not sequence.block_table, "a waiting sequence owns blocks"
+            assert not sequence.num_computed, "a waiting sequence has computed tokens"
         held = sorted(sequence.rid for sequence in (*self.waiting, *self.running))
         assert held == sorted(self._by_rid), "a sequence is lost, or stands in two places"
