@@ -1,13 +1,7 @@
 """Attention of one new token a sequence over its paged K/V, the keys split among programs (flash-decoding).
 
-    keys of a sequence     start                                  kv_len        start: 0, or the window's begin rounded
-                           |---split 0---|---split 1---|--split 2--|             down to a tile of keys
-    a program              (sequence, KV head, split): its query heads are the rows of one product
-    then                   one program per sequence and head merges the splits by their log-sum-exp
-
-How long a split is follows on the device from the sequence's own length and two constants of the launch, `num_splits`
-and `split_size`: a CUDA graph that was captured at one length is right at all, and a sequence's sum runs in the same
-order whatever else is in the batch.
+A program takes (sequence, KV head, split): its query heads are the rows of one product. Where splits lie, and how their
+results become one: `splits.py`.
 """
 
 from __future__ import annotations
@@ -17,22 +11,19 @@ import triton
 import triton.language as tl
 
 from .extend_attention import extend_attention_reference
-from .tiles import LEAST_DOT, LOG2_E, attention_tile, last_dim_dense, log2_scores, power_of_two
+from .splits import first_key, merge_splits, split_length
+from .tiles import (
+    LEAST_DOT,
+    LOG2_E,
+    attention_tile,
+    last_dim_dense,
+    load_paged,
+    log2_scores,
+    power_of_two,
+    softmax_step,
+)
 
 SPLIT_SIZE = 256  # keys; below this a program has too little to do
-
-
-@triton.jit
-def _first_key(kv_len: int, window: int, WINDOWED: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
-    if WINDOWED:
-        return tl.maximum(kv_len - window, 0) // KEYS * KEYS
-    return 0
-
-
-@triton.jit
-def _split_length(num_keys: int, NUM_SPLITS: tl.constexpr, SPLIT_KEYS: tl.constexpr) -> tl.tensor:
-    """Keys of a split: SPLIT_KEYS, or as many times that as NUM_SPLITS splits need to hold all keys."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, NUM_SPLITS), SPLIT_KEYS), 1) * SPLIT_KEYS
 
 
 @triton.jit
@@ -77,10 +68,10 @@ def _decode_kernel(
     kv_head = tl.program_id(1) // HEAD_TILES
     split = tl.program_id(2)
     kv_len = tl.load(kv_lens + sequence)
-    start = _first_key(kv_len, window, WINDOWED, KEYS)
-    split_length = _split_length(kv_len - start, NUM_SPLITS, SPLIT_KEYS)
-    first = start + split * split_length
-    last = tl.minimum(first + split_length, kv_len)
+    start = first_key(kv_len, window, WINDOWED, KEYS)
+    length = split_length(kv_len - start, NUM_SPLITS, SPLIT_KEYS)
+    first = start + split * length
+    last = tl.minimum(first + length, kv_len)
     # A sequence without keys (a padding row) still writes its zeros, in split 0.
     if (first >= last) & (split > 0):
         return
@@ -90,6 +81,8 @@ def _decode_kernel(
     head = kv_head * GROUP + row
     key_dim = tl.arange(0, PADDED_KEY_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    k_head = key_pool + kv_head * key_stride_head
+    v_head = value_pool + kv_head * value_stride_head
     q_at = q + sequence.to(tl.int64) * q_stride_sequence + head[:, None] * q_stride_head + key_dim[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
 
@@ -108,21 +101,15 @@ def _decode_kernel(
             seen = seen & (key >= kv_len - window)
         block = tl.load(block_tables + sequence * table_stride + key // block_size, mask=seen, other=0).to(tl.int64)
         offset = key % block_size
-        k_at = key_pool + (block * key_stride_block + offset * key_stride_token)[:, None] + key_dim[None, :]
-        keys = tl.load(k_at + kv_head * key_stride_head, mask=seen[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+        keys = load_paged(k_head, block, offset, key_stride_block, key_stride_token, seen, KEY_DIM, PADDED_KEY_DIM)
         scores = log2_scores(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale, softcap, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: -inf - -inf is NaN
-        weights = tl.exp2(scores - safe_best[:, None])
-        decay = tl.exp2(best - safe_best)
-        v_at = value_pool + (block * value_stride_block + offset * value_stride_token)[:, None] + value_dim[None, :]
-        values = tl.load(
-            v_at + kv_head * value_stride_head, mask=seen[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0
+        weights, decay, best = softmax_step(scores, best)
+        values = load_paged(
+            v_head, block, offset, value_stride_block, value_stride_token, seen, VALUE_DIM, PADDED_VALUE_DIM
         )
         result = result * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
-        best = new_best
 
     total = tl.where(total == 0.0, 1.0, total)
     result = result / total[:, None]
@@ -131,40 +118,6 @@ def _decode_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (value_dim < VALUE_DIM)[None, :])
     if NUM_SPLITS > 1:
         tl.store(lse + place, best + tl.log2(total), mask=is_row)
-
-
-@triton.jit
-def _merge_kernel(
-    partial: tl.tensor,
-    lse: tl.tensor,
-    kv_lens: tl.tensor,
-    out: tl.tensor,
-    num_heads: int,
-    window: int,
-    VALUE_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-) -> None:
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    kv_len = tl.load(kv_lens + sequence)
-    num_keys = kv_len - _first_key(kv_len, window, WINDOWED, KEYS)
-    used = tl.maximum(tl.cdiv(num_keys, _split_length(num_keys, NUM_SPLITS, SPLIT_KEYS)), 1)
-    split = tl.arange(0, PADDED_SPLITS)
-    dim = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    row = sequence.to(tl.int64) * num_heads + head
-    weights = tl.load(lse + row * NUM_SPLITS + split, mask=split < used, other=float("-inf"))
-    best = tl.max(weights, 0)
-    weights = tl.exp2(weights - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(weights, 0)
-    at = partial + (row * NUM_SPLITS + split)[:, None] * VALUE_DIM + dim[None, :]
-    parts = tl.load(at, mask=(split < used)[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * VALUE_DIM + dim, result.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
 
 
 def decode_attention(
@@ -243,23 +196,7 @@ def decode_attention(
         num_stages=2,
     )
     if num_splits > 1:
-        dims = min(power_of_two(value_dim), 64)
-        _merge_kernel[(num_sequences, heads, -(-value_dim // dims))](
-            partial,
-            lse,
-            kv_lens,
-            out,
-            heads,
-            window or 0,
-            VALUE_DIM=value_dim,
-            DIMS=dims,
-            KEYS=tile,
-            NUM_SPLITS=num_splits,
-            PADDED_SPLITS=power_of_two(num_splits),
-            SPLIT_KEYS=split_size,
-            WINDOWED=window is not None,
-            num_warps=4,
-        )
+        merge_splits(partial, lse, kv_lens, out, window=window, key_tile=tile, split_size=split_size)
     return out
 
 

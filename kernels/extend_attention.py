@@ -17,7 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import LEAST_DOT, LOG2_E, attention_tile, find_segment, last_dim_dense, log2_scores, power_of_two
+from .tiles import (
+    LEAST_DOT,
+    LOG2_E,
+    attention_tile,
+    find_segment,
+    last_dim_dense,
+    load_paged,
+    log2_scores,
+    power_of_two,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -75,6 +85,8 @@ def _extend_kernel(
     position = kv_len - length + token
     key_dim = tl.arange(0, PADDED_KEY_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    k_head = key_pool + kv_head * key_stride_head
+    v_head = value_pool + kv_head * value_stride_head
     place = (begin + token).to(tl.int64)
     q_at = q + place[:, None] * q_stride_token + head[:, None] * q_stride_head + key_dim[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
@@ -97,24 +109,18 @@ def _extend_kernel(
         is_key = key < kv_len
         block = tl.load(block_tables + sequence * table_stride + key // block_size, mask=is_key, other=0).to(tl.int64)
         offset = key % block_size
-        k_at = key_pool + (block * key_stride_block + offset * key_stride_token)[:, None] + key_dim[None, :]
-        keys = tl.load(k_at + kv_head * key_stride_head, mask=is_key[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)
+        keys = load_paged(k_head, block, offset, key_stride_block, key_stride_token, is_key, KEY_DIM, PADDED_KEY_DIM)
         scores = log2_scores(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale, softcap, CAPPED)
         seen = is_key[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: -inf - -inf is NaN
-        weights = tl.exp2(scores - safe_best[:, None])
-        decay = tl.exp2(best - safe_best)
-        v_at = value_pool + (block * value_stride_block + offset * value_stride_token)[:, None] + value_dim[None, :]
-        values = tl.load(
-            v_at + kv_head * value_stride_head, mask=is_key[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0
+        weights, decay, best = softmax_step(scores, best)
+        values = load_paged(
+            v_head, block, offset, value_stride_block, value_stride_token, is_key, VALUE_DIM, PADDED_VALUE_DIM
         )
         result = result * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
-        best = new_best
 
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = out + place[:, None] * out_stride_token + head[:, None] * out_stride_head + value_dim[None, :]

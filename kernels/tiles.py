@@ -54,6 +54,39 @@ def log2_scores(products: tl.tensor, scale: float, softcap: float, CAPPED: tl.co
 
 
 @triton.jit
+def load_paged(
+    pool: tl.tensor,
+    block: tl.tensor,
+    offset: tl.tensor,
+    stride_block: int,
+    stride_token: int,
+    inside: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+) -> tl.tensor:
+    """A KV head's rows at `offset` within `block`, [keys, PADDED_DIM], 0 where not `inside`; `pool` points to that head
+    in block 0."""
+    dim = tl.arange(0, PADDED_DIM)
+    at = pool + (block * stride_block + offset * stride_token)[:, None] + dim[None, :]
+    return tl.load(at, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def softmax_step(scores: tl.tensor, best: tl.tensor):  # type: ignore[no-untyped-def]
+    """Softmax over keys that come a tile at a time, in units of log2.
+
+    scores [rows, keys], -inf where a row does not see a key; best [rows], the largest score of the tiles before.
+
+    Returns:
+        The tile's weights [rows, keys], not divided by their sum; what the weights before are to be multiplied by
+        [rows]; and the largest score so far.
+    """
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen yet: -inf - -inf is NaN
+    return tl.exp2(scores - safe_best[:, None]), tl.exp2(best - safe_best), new_best
+
+
+@triton.jit
 def find_segment(tile: int, starts: tl.tensor, num_segments: int, TILE_ROWS: tl.constexpr) -> tl.tensor:
     """The segment that tile number `tile` works on, where segment s begins with tile `starts[s] // TILE_ROWS + s`.
 

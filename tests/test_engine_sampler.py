@@ -15,7 +15,7 @@ from headrace.worker.engine.noise import row_keys
 from headrace.worker.engine.sampler import Sample, Sampler
 from headrace.worker.engine.sequence import Row, Sequence, stop_ids
 
-gumbel_reference = pytest.importorskip("headrace.kernels.sample").gumbel_reference
+gumbel_reference = pytest.importorskip("headrace.kernels.gumbel").gumbel_reference
 
 VOCABULARY = 50
 DRAWS = 100_000

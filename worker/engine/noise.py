@@ -2,7 +2,7 @@
 
 argmax(logits + Gumbel noise) is a sample of softmax(logits). Because no generator carries state, a request draws the
 same tokens whatever else is in the batch, and another worker can go on at any position. The kernels make a token's
-noise from the row's keys; `gumbel_reference` in `kernels/sample.py` writes it down.
+noise from the row's keys; `gumbel_reference` in `kernels/gumbel.py` writes it down.
 """
 
 from __future__ import annotations
