@@ -3,8 +3,7 @@
     x ─ norm ─ q/k/v ─ (norms) rotary, K/V to the pool ─ attention ─ o ─(norm)─ + norm ─ gate/up ─ down ─(norm)─ +
                        └───────── one launch ────────┘                          └ one ┘
 
-As on a CPU (`fused_layer`) names tell which layers to try, and `trial` whether a model of them still computes what it
-did. Linears stay modules, so adapters hook into them as ever.
+Which layers are tried is told by `known_layers`. Linears stay modules, so adapters hook into them as ever.
 """
 
 from __future__ import annotations
@@ -21,33 +20,27 @@ from ...kernels.rope import norm_rope_store
 from .attention import PagedAttention
 from .attention_triton import TritonAttention
 from .fuse_cuda import DeviceRMSNorm, Rotary
-from .fused_layer import known_shape
+from .known_layers import HEAD_NORMS
+from .rebind import ROTARY
 
 
-def install(model: nn.Module, attention: PagedAttention) -> list[nn.Module]:
-    """Fuse the layers of a model that has run once with `attention`; returns those that were."""
-    installed = []
-    for layer in model.modules():
-        if "forward" not in vars(layer) and (fused := _fused(layer, attention)) is not None:
-            layer.forward = fused
-            installed.append(layer)
-    return installed
-
-
-def _fused(layer: Any, attention: PagedAttention) -> DeviceLayer | None:
-    if not known_shape(layer) or layer.self_attn.layer_idx not in attention.options:
+def fused(layer: Any, attention: PagedAttention) -> DeviceLayer | None:
+    """The forward of a layer of the known shape in a model that has run once with `attention`; None where it is not
+    what the kernels take."""
+    attn: Any = layer.self_attn
+    index, size = getattr(attn, "layer_idx", None), getattr(attn, "head_dim", None)
+    rotary = inspect.unwrap(attn.forward).__globals__.get(ROTARY)
+    if index not in attention.options or not isinstance(size, int) or not isinstance(rotary, Rotary):
         return None
-    attn, size = layer.self_attn, getattr(layer.self_attn, "head_dim", None)
-    norms = [m for parent in (layer, attn) for name, m in parent.named_children() if name.endswith("norm")]
-    rotary = inspect.unwrap(attn.forward).__globals__.get("apply_rotary_pos_emb")
-    if not isinstance(size, int) or not isinstance(rotary, Rotary):
+    linears = [getattr(attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    if not all(isinstance(linear, nn.Linear) and linear.out_features % size == 0 for linear in linears):
         return None
-    widths = [getattr(attn, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
-    head_norms = [getattr(attn, name) for name in ("q_norm", "k_norm") if hasattr(attn, name)]
-    if any(width % size for width in widths) or any(norm.weight.shape != (size,) for norm in head_norms):
+    norms = [(name, m) for parent in (layer, attn) for name, m in parent.named_children() if name.endswith("norm")]
+    if not all(isinstance(norm, DeviceRMSNorm) for _, norm in norms):
         return None
-    known = all(isinstance(norm, DeviceRMSNorm) for norm in norms)
-    return DeviceLayer(layer, attention, rotary.interleaved) if known else None
+    if any(name in HEAD_NORMS and norm.weight.shape != (size,) for name, norm in norms):
+        return None
+    return DeviceLayer(layer, attention, rotary.interleaved)
 
 
 class DeviceLayer:

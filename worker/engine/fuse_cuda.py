@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from ...kernels.gated import gelu_tanh_and_mul, silu_and_mul
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from .device_linear import GatedMLP, Multiply, make_invariant, merge, multiply_for
+from .rebind import ROTARY, rebind
 
 log = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_ROTATE = "apply_rotary_pos_emb"
 
 
 @torch.inference_mode()
@@ -44,7 +44,7 @@ def fuse(model: nn.Module, *, invariant: bool = False) -> None:
         counts["norms"] += _fuse_norms(module)
         counts["q/k/v"] += merge(module, ("q_proj", "k_proj", "v_proj"), multiply)
         counts["gated"] += _fuse_gated(module, multiply)
-    counts["rotary"] = _fuse_rotary(model)
+    counts["rotary"] = rebind(model, ROTARY, partial(_rotary, like=next(model.parameters())))
     if invariant:
         counts["invariant linears"] = sum(make_invariant(module) for module in list(model.modules()))
     log.info("fused: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
@@ -110,30 +110,6 @@ def _fuse_gated(parent: nn.Module, multiply: Multiply) -> int:
                 setattr(parent, name, fused)
                 count += 1
                 break
-    return count
-
-
-def _fuse_rotary(model: nn.Module) -> int:
-    """Let attention find our kernel under the name of transformers' function, which is a global beside each class.
-
-    The modules of this model get a forward with globals of its own; other models of the process keep theirs.
-    """
-    count = 0
-    kernels: dict[Any, Callable[..., Any] | None] = {}
-    for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        code: Any = getattr(forward, "__code__", None)
-        original = forward.__globals__.get(_ROTATE) if code is not None and _ROTATE in code.co_names else None
-        if code is None or original is None or "forward" in vars(module):
-            continue
-        if original not in kernels:
-            kernels[original] = _rotary(original, next(model.parameters()))
-        if (kernel := kernels[original]) is not None:
-            names = {**forward.__globals__, _ROTATE: kernel}
-            copy = types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            copy.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = types.MethodType(copy, module)
-            count += 1
     return count
 
 

@@ -3,14 +3,12 @@
     x ─ norm ─ q/k/v ─ (norms) rotary ─ attention ─ o ─(norm)─ + ─ norm ─ gate/up ─ down ─(norm)─ +
     └──────────────────────────────────────────────────────────┘└────────────────────────────────┘
 
-At one sequence a step is otherwise half overhead. The shape is that of llama, mistral, qwen, gemma and their kin: names
-tell which layers to try, `trial` whether a model of them still computes what it did; where it does not, or an adapter
-hooks into a linear, the layer's own forward runs.
+At one sequence a step is otherwise half overhead. Which layers are tried is told by `known_layers`; where one computes
+something else, or an adapter hooks into a linear, the layer's own forward runs.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -22,45 +20,15 @@ from ...kernels.cpu.panels import PANEL
 from ...kernels.cpu.rotary import rotate
 from .attention import PagedAttention
 from .fuse import CpuRMSNorm
+from .known_layers import HEAD_NORMS
 from .linear import GatedMLP, PackedLinear, Part
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_NORMS = {"input_layernorm", "post_attention_layernorm"}
-_OUTER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-
-# What the forwards of these layers and of their attention name. One that names more may do what the proof's few short
-# prompts do not show: scale queries far into a context (ministral3), clamp what is large.
-_NAMES = {
-    *("self_attn", "mlp", *_NORMS, *_OUTER_NORMS, *_ATTENTION, *_HEAD_NORMS, "apply_rotary_pos_emb", "layer_idx"),
-    *("shape", "view", "reshape", "transpose", "contiguous", "update", "config", "getattr", "training", "head_dim"),
-    *("ALL_ATTENTION_FUNCTIONS", "get_interface", "_attn_implementation", "eager_attention_forward"),
-    *("scaling", "sliding_window", "attention_dropout", "attn_logit_softcapping"),
-}
-
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-def install(model: nn.Module, attention: PagedAttention) -> list[nn.Module]:
-    """Fuse the layers of a model that has run once with `attention`; returns those that were."""
-    installed = []
-    for layer in model.modules():
-        if "forward" not in vars(layer) and (fused := _fused(layer, attention)) is not None:
-            layer.forward = fused
-            installed.append(layer)
-    return installed
-
-
-def remove(layers: list[nn.Module]) -> None:
-    """Give layers their own forward back."""
-    for layer in layers:
-        del layer.forward
-
-
-def _fused(layer: Any, attention: PagedAttention) -> FusedLayer | None:
-    if not known_shape(layer):
-        return None
+def fused(layer: Any, attention: PagedAttention) -> FusedLayer | None:
+    """The forward of a layer of the known shape in a model that has run once with `attention`; None where it is not
+    what the kernels take."""
     children, parts = dict(layer.named_children()), dict(layer.self_attn.named_children())
     norms = [child for name, child in (*children.items(), *parts.items()) if name.endswith("norm")]
     known = isinstance(layer.mlp, GatedMLP) and isinstance(layer.mlp.down_proj, PackedLinear)
@@ -73,29 +41,12 @@ def _fused(layer: Any, attention: PagedAttention) -> FusedLayer | None:
     return FusedLayer(layer, attention, size)
 
 
-def known_shape(layer: Any) -> bool:
-    """Whether a module is a decoder layer of the shape above, by the names of its parts and in its forwards."""
-    inner = {"self_attn", "mlp"} | _NORMS
-    if {name for name, _ in layer.named_children()} not in (inner, inner | _OUTER_NORMS):
-        return False
-    parts = {name for name, _ in layer.self_attn.named_children()}
-    if parts - {"rotary_emb"} not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
-        return False
-    return (_named(layer) | _named(layer.self_attn)) <= _NAMES
-
-
-def _named(module: nn.Module) -> set[str]:
-    """The attributes and globals in a module's forward."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    return set(forward.__code__.co_names)
-
-
 def _sizes(layer: Any, size: int) -> tuple[int, int] | None:
     """Heads of queries and of keys, where the fused layer can cut its linears' outputs into them."""
     attn = layer.self_attn
     widths = [getattr(attn, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
     whole = all(width % size == 0 for width in widths) and widths[1] == widths[2]
-    norms = [getattr(attn, name) for name in _HEAD_NORMS if hasattr(attn, name)]
+    norms = [getattr(attn, name) for name in HEAD_NORMS if hasattr(attn, name)]
     if not whole or any(norm.weight.shape != (size,) for norm in norms) or len({norm.eps for norm in norms}) > 1:
         return None
     if any(module.out_features % 16 for module in (attn.o_proj, layer.mlp.down_proj)):

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
 from ..settings import WorkerSettings
-from . import fused_layer, fused_stack, onednn, rope, trial
+from . import fused_layer, fused_stack, known_layers, onednn, rope, trial
 from .attention import IMPLEMENTATION, PagedAttention
 from .attention_triton import triton_is_installed
 from .checkpoint import Checkpoint, Unreadable
@@ -201,18 +201,19 @@ def _fuse_layers(
     model: Any, attention: PagedAttention, prove: Callable[[], Proof], proof: Proof, by_triton: bool
 ) -> Proof:
     """Let layers run as a few launches each where the model then still computes the same; returns the proof of that."""
+    forward_of: Callable[..., Any] = fused_layer.fused
     if by_triton:
-        from .device_layer import install
-    else:
-        from .fused_layer import install
-    fused = install(model, attention)
+        from . import device_layer
+
+        forward_of = device_layer.fused
+    fused = known_layers.install(model, partial(forward_of, attention=attention))
     if not fused:
         return proof
     try:
         proof = prove()
     except (trial.Mismatch, *MODEL_ERRORS) as e:
         log.info("%s keeps its layers' own forward: fused, it %s", type(model).__name__, one_line(e))
-        fused_layer.remove(fused)
+        known_layers.remove(fused)
         return proof
     log.info("%s: %d layers fused", type(model).__name__, len(fused))
     return proof if by_triton else _stack_layers(fused, attention, prove, proof)

@@ -9,8 +9,6 @@ context, which is the default, these are its own for every request.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +17,9 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...kernels.cpu.rotary import rotate
+from .rebind import ROTARY, rebind
 
 _BY_LENGTH = ("longrope", "dynamic")
-_ROTATE = "apply_rotary_pos_emb"
 
 
 @torch.no_grad()
@@ -51,29 +49,9 @@ def _fix(module: Any, prefix: str, kind: str, context_length: int, layer: dict[s
 
 
 def fuse(model: nn.Module) -> int:
-    """Let a CPU model's attention turn queries and keys by one kernel; returns how many modules do.
-
-    transformers keeps the function beside the classes that call it, one for each architecture. Where it computes what
-    the kernel does, this model's modules get a forward that finds the kernel under its name; other models do not.
-    """
-    count = 0
-    fused: dict[Any, Callable[..., Any] | None] = {}
-    for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        original = forward.__globals__.get(_ROTATE) if _ROTATE in forward.__code__.co_names else None
-        if original is None:
-            continue
-        if original not in fused:
-            fused[original] = _fused(original) if _turns_halves(original) else None
-        if (kernel := fused[original]) is not None:
-            names = {**forward.__globals__, _ROTATE: kernel}
-            copy = types.FunctionType(
-                forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__
-            )
-            copy.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = types.MethodType(copy, module)
-            count += 1
-    return count
+    """Let a CPU model's attention turn queries and keys by one kernel, where its own function computes what that does;
+    returns how many modules do."""
+    return rebind(model, ROTARY, lambda original: _fused(original) if _turns_halves(original) else None)
 
 
 @torch.inference_mode()
