@@ -12,12 +12,8 @@ mixed    --requests of --low … --high tokens in and out, all added at once: ou
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +24,11 @@ from headrace.shared.messages import GenerateJob, SamplingParams
 from headrace.shared.settings import load
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.settings import WorkerSettings
+from table import Table
 
 Line = dict[str, Any]
 SWEEPS = ("decode", "overlap", "prefill", "mixed")
+COLUMNS = ("sweep", "n", "tokens_per_s", "step_ms", "step_ms_without", "decode_tokens_per_s", "of_copy")
 
 
 def job(rid: str, prompt: int, output: int, vocabulary: int, temperature: float) -> GenerateJob:
@@ -124,40 +122,45 @@ def copy_bandwidth(device: torch.device) -> float:
     return 20 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=Path)
+    made.add_argument("--only", nargs="+", choices=SWEEPS, default=SWEEPS)
+    made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    made.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    made.add_argument("--requests", type=int, default=256)
+    made.add_argument("--low", type=int, default=100)
+    made.add_argument("--high", type=int, default=1024)
+    return made
+
+
+def read_bytes(model: Any) -> tuple[int, int]:
+    """Of the weights, which each step reads, and of a token's K/V."""
+    parameters = {p.data_ptr(): p for p in model.parameters()}.values()
+    config = model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * next(model.parameters()).element_size()
+    return sum(p.numel() * p.element_size() for p in parameters), token
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=SWEEPS)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--low", type=int, default=100)
-    parser.add_argument("--high", type=int, default=1024)
-    args, flags = parser.parse_known_args()
+    args, flags = parser().parse_known_args()
     begun = time.perf_counter()
     settings = load(WorkerSettings, ["--prefix-cache", "off", *flags], "engine_sweeps.py")
     engine = TransformersEngine(settings)
     started = time.perf_counter() - begun
     runner = engine._stepper.runner
-    device, parameters = runner._cache.device, list(runner._model.parameters())
-    weights = sum(
-        parameter.numel() * parameter.element_size() for parameter in {p.data_ptr(): p for p in parameters}.values()
-    )
-    config = runner._model.config.get_text_config()
-    heads, dim = (
-        config.num_key_value_heads,
-        getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
-    )
-    args.kv_bytes = 2 * config.num_hidden_layers * heads * dim * parameters[0].element_size()
+    device = runner._cache.device
+    weights, args.kv_bytes = read_bytes(runner._model)
     args.vocabulary = engine.card.vocab_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    about = {"date": datetime.date.today().isoformat(), "device": name, "model": engine.card.name}
-    about |= {
+    about = {
+        "model": engine.card.name,
         "dtype": engine.card.dtype,
         "graphs": runner._graphs is not None,
-        "overlap": settings.overlap,
+        "overlap": engine._pipeline.overlap,
         "start_s": round(started, 1),
     }
+    table = Table(device, [*about, *COLUMNS], args.output)
     run(engine, [job("warm", 64, 8, args.vocabulary, 0.6)])
     sweeps = {
         "decode": lambda: decode(engine, args, weights, copy_bandwidth(device)),
@@ -165,16 +168,9 @@ def main() -> None:
         "prefill": lambda: prefill(engine, args),
         "mixed": lambda: mixed(engine, args),
     }
-    lines = []
     for sweep in args.only:
         for line in sweeps[sweep]():
-            lines.append(about | line)
-            print(lines[-1], file=sys.stderr, flush=True)
-    for target in [sys.stdout] + ([args.output.open("w", newline="")] if args.output else []):
-        fields = [*about, "sweep", "n", "tokens_per_s", "step_ms", "step_ms_without", "decode_tokens_per_s", "of_copy"]
-        writer = csv.DictWriter(target, fields)
-        writer.writeheader()
-        writer.writerows(lines)
+            table.add(about | line)
     engine.close()
 
 

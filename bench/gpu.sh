@@ -1,12 +1,13 @@
 #!/bin/sh
 # All that needs a GPU, in one call of under ten minutes: the kernels' and the engine's tests compiled for it, the
-# kernels against its bandwidth and matrix rate, decoding and prefill sweeps, and 256 requests of 100 to 1,024 tokens in
-# and out on a model of Qwen3-0.6B's shape with random weights. Results are CSV files under bench/results/.
+# kernels against its bandwidth and matrix rate; and on a model of Qwen3-0.6B's shape with random weights decoding,
+# prefill and overlap sweeps, 256 requests of 100 to 1,024 tokens in and out, and what CUDA graphs, overlap, fused
+# layers, the deterministic mode and an adapter do to a step. Results are CSV files under bench/results/.
 #
 #     bench/gpu.sh [PYTHON]          PYTHON has headrace[worker,dev] installed, with torch for CUDA
 #
-# Each part has a limit of its own, so that one that hangs does not take the others with it; the exit status says whether
-# all passed.
+# Each part has a limit of its own, so that one that hangs does not take the others with it, and writes each line as it
+# is measured; the exit status says whether all passed.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${1:-python3}
@@ -18,7 +19,7 @@ part() { # NAME SECONDS COMMAND…
     name=$1 limit=$2
     shift 2
     echo "== $name (at most $limit s)"
-    timeout "$limit" "$@" || { echo "== $name FAILED with $?"; failed="$failed $name"; }
+    timeout -k 5 "$limit" "$@" || { echo "== $name FAILED with $?"; failed="$failed $name"; }
 }
 
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -30,15 +31,20 @@ STEM="$OUT/$(date +%Y-%m-%d)-$DEVICE"
 mkdir -p "$OUT"
 unset TRITON_INTERPRET
 
-part tests 150 "$PYTHON" -m pytest -q -m 'long or not long' -p no:cacheprovider \
+part tests 140 "$PYTHON" -m pytest -q -m 'long or not long' -p no:cacheprovider \
     tests/test_kernels_attention.py tests/test_kernels_rows.py tests/test_kernels_sampling.py tests/test_kernels_lora.py \
     tests/test_kernels_matmul.py tests/test_engine_triton.py tests/test_engine_fuse_cuda.py \
     tests/test_engine_deterministic_gpu.py
-part kernels 120 "$PYTHON" bench/kernels.py --output "$STEM-kernels.csv"
-part model 60 "$PYTHON" bench/random_model.py "$MODEL"
-part qwen3-0.6b 150 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --output "$STEM-engine.csv"
-part without-graphs 60 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --no-cuda-graphs \
-    --only decode --batch 1 32 256 --output "$STEM-engine-without-graphs.csv"
+part kernels 100 "$PYTHON" bench/kernels.py --output "$STEM-kernels.csv"
+part model 40 "$PYTHON" bench/random_model.py "$MODEL"
+part mixed 60 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 2048 --only mixed \
+    --output "$STEM-mixed.csv"
+part sweeps 80 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 16384 --only decode prefill \
+    --output "$STEM-sweeps.csv"
+part overlap 50 "$PYTHON" bench/engine_sweeps.py --model "$MODEL" --context-length 2048 --only overlap \
+    --batch 1 8 32 128 256 --output "$STEM-overlap.csv"
+part effects 110 "$PYTHON" bench/effects.py --model "$MODEL" --context-length 2048 --kv-memory 5gb --max-running 128 \
+    --concurrency 1 32 128 --output "$STEM-effects.csv"
 
 echo "== results"
 ls -l "$OUT"

@@ -9,8 +9,6 @@ share of the measured copy bandwidth, or TFLOP/s and their share of the measured
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from table import Table
 
 DEVICE = "cuda"
+COLUMNS = (
+    *("dtype", "kernel", "shape", "us", "twin_us"),
+    *("gb_per_s", "of_copy", "tflop_per_s", "of_product", "error"),
+)
 
 
 @dataclass(frozen=True)
@@ -225,44 +228,42 @@ def product_rate(dtype: torch.dtype) -> float:
     return 2 * 8192**3 / microseconds(lambda: a @ b) / 1e6
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    made.add_argument("--only", nargs="*", default=[], help="kernels whose names begin so")
+    made.add_argument("--output", type=Path, help="write the CSV here as well")
+    return made
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--only", nargs="*", default=[], help="kernels whose names begin so")
-    parser.add_argument("--output", type=Path, help="write the CSV here as well")
-    args = parser.parse_args()
+    args = parser().parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: the kernels' speed is measured on a GPU only", file=sys.stderr)
         return 1
-    dtype = getattr(torch, args.dtype)
+    from triton.errors import TritonError
+
+    dtype, failed = getattr(torch, args.dtype), 0
     copied, multiplied = copy_bandwidth(), product_rate(dtype)
-    about = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "dtype": args.dtype}
-    lines: list[dict[str, Any]] = [
-        about | {"kernel": "copy", "gb_per_s": round(copied)},
-        about | {"kernel": "product", "tflop_per_s": round(multiplied)},
-    ]
+    table = Table(torch.device(DEVICE), COLUMNS, args.output)
+    table.add({"dtype": args.dtype, "kernel": "copy", "gb_per_s": round(copied)})
+    table.add({"dtype": args.dtype, "kernel": "product", "tflop_per_s": round(multiplied)})
     for cases in (attention, rows, linears, sampling):
         for case in cases(dtype):
             if args.only and not case.kernel.startswith(tuple(args.only)):
                 continue
-            lines.append(about | measured(case, copied, multiplied))
-            print(lines[-1], file=sys.stderr, flush=True)
-    for target in [sys.stdout] + ([args.output.open("w", newline="")] if args.output else []):
-        fields = [*about, "kernel", "shape", "us", "twin_us", "gb_per_s", "of_copy", "tflop_per_s", "of_product"]
-        writer = csv.DictWriter(target, fields)
-        writer.writeheader()
-        writer.writerows(lines)
-    return 0
+            line = {"dtype": args.dtype, "kernel": case.kernel, "shape": case.shape}
+            try:
+                table.add(line | measured(case, copied, multiplied))
+            except (RuntimeError, TritonError) as e:  # the other kernels are measured all the same
+                failed += 1
+                table.add(line | {"error": " ".join(str(e).split())[:200]})
+    return min(failed, 1)
 
 
 def measured(case: Case, copied: float, multiplied: float) -> dict[str, Any]:
     us, twin_us = microseconds(case.run), microseconds(case.twin)
-    line: dict[str, Any] = {
-        "kernel": case.kernel,
-        "shape": case.shape,
-        "us": round(us, 1),
-        "twin_us": round(twin_us, 1),
-    }
+    line: dict[str, Any] = {"us": round(us, 1), "twin_us": round(twin_us, 1)}
     if case.bytes:
         rate = case.bytes / us / 1e3
         return line | {"gb_per_s": round(rate), "of_copy": round(rate / copied, 2)}

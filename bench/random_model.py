@@ -58,11 +58,15 @@ def build(folder: Path, shape: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("folder", type=Path)
+    made.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    args = parser.parse_args()
+    args = parser().parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     build(args.folder, args.shape)
     print(args.folder)
