@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..shared.errors import InvalidRequest
 from ..shared.messages import GenerateReqInput, Lane, ModelCard, SamplingParams
@@ -26,8 +26,8 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]] | None) -> 
         return [prompt]
     assert prompt
     if isinstance(prompt[0], int):
-        return [[token_id for token_id in prompt if isinstance(token_id, int)]]
-    return [p for p in prompt if isinstance(p, (str, list))]
+        return [prompt]  # request models let nothing else stand beside an id
+    return cast(list[str | list[int]], prompt)
 
 
 def prompt_of(card: ModelCard, prompt: str | list[int], param: str, shared: Mapping[str, Any]) -> GenerateReqInput:
@@ -55,9 +55,8 @@ def choices_of(n: int | None, best_of: int | None) -> dict[str, int]:
 
 def known_ids(card: ModelCard, ids: Sequence[int], param: str) -> tuple[int, ...]:
     """The ids. Raises InvalidRequest when one is not in the model's vocabulary."""
-    for token_id in ids:
-        if token_id >= card.vocab_size:
-            raise InvalidRequest(f"Token id {token_id} is not in the vocabulary of {card.vocab_size}.", param=param)
+    if ids and max(ids) >= card.vocab_size:
+        raise InvalidRequest(f"Token id {max(ids)} is not in the vocabulary of {card.vocab_size}.", param=param)
     return tuple(ids)
 
 

@@ -12,6 +12,7 @@ from ..shared.errors import InvalidRequest
 M = TypeVar("M", bound=BaseModel)
 
 SHOWN = 80  # characters of a refused value that are shown
+_FLAT = frozenset({str, int, float, bool, type(None)})  # what holds nothing: a million ids are skipped quickly
 MAX_DEPTH = 100  # levels of nesting; templates, pydantic and our own walks go down by recursion
 
 
@@ -41,7 +42,9 @@ def is_deeper(value: Any, levels: int) -> bool:
         level = [
             inner
             for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            for values in (outer.values() if isinstance(outer, dict) else outer,)
+            if not _FLAT.issuperset(map(type, values))
+            for inner in values
             if isinstance(inner, (list, dict))
         ]
     return bool(level)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import orjson
 from fastapi import Request
 
 from ...shared.errors import InvalidRequest
+from ..bodies import decode
 from ..fields import kind
 from ..inputs import Caller
 from ..services import Services
@@ -35,17 +35,13 @@ def caller_of(request: Request) -> Caller:
 
 
 async def read_json(request: Request) -> Any:
-    """The body, decoded. NaN, infinities and lone surrogates are no JSON.
+    """The body, decoded.
 
     Raises:
         InvalidRequest: it is no JSON.
+        TooLarge: it has more values than a request may have.
     """
-    data = await request.body()
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as e:
-        what = "The body is empty" if not data else f"The body is not valid JSON: {e}"
-        raise InvalidRequest(f"{what}.", code="invalid_json") from e
+    return await decode(await request.body())
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -53,6 +49,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
     Raises:
         InvalidRequest: it is something else.
+        TooLarge: it has more values than a request may have.
     """
     body = await read_json(request)
     if not isinstance(body, dict):
