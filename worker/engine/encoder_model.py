@@ -12,7 +12,7 @@ import transformers
 from ...shared.errors import ModelRefused
 from ...shared.messages import Task
 from ..settings import WorkerSettings
-from .loader import MODEL_ERRORS, one_line, quiet
+from .model_folder import MODEL_ERRORS, one_line, quiet
 from .pooling import Pooler, read_pooler
 
 

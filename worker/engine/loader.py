@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 
 from ...shared.errors import ConfigError, ModelRefused
@@ -26,17 +22,11 @@ from .fuse import fuse_norms
 from .in_place import InPlace, ties_of
 from .kv_cache import LayerShape
 from .linear import WeightDtype, pack_linears
+from .model_folder import HINT, MODEL_ERRORS, generator_config, one_line, read_weights
 from .quantized import check_quantization, is_quantized
 from .trial import Proof
 
 log = logging.getLogger(__name__)
-
-# What a model's own code raises on inputs that it is not made for.
-MODEL_ERRORS = (
-    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, OSError, ImportError),
-    *(StrictDataclassError, SafetensorError),
-)
-_HINT = "Serve a decoder-only model whose layers all use transformers' attention interface (llama, qwen, gemma, …)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +91,9 @@ def load_model(
     """
     if device.index is not None:  # "cuda:N"; a thread's own, and where Triton launches its kernels
         torch.cuda.set_device(device)
-    config = _generator_config(folder)
+    config = generator_config(folder)
     check_quantization(config, folder, device)
-    model = _read_weights(folder, dtype).to(device).eval().requires_grad_(False)
+    model = read_weights(folder, dtype).to(device).eval().requires_grad_(False)
     ties = ties_of(model)
     num_layers = int(config.get_text_config().num_hidden_layers)
     loaded = adopt(
@@ -165,9 +155,9 @@ def adopt(
         by_triton = _by_triton(parameter, attention_backend)
         proof = _fuse_layers(model, attention, partial(prove, like=proof), proof, by_triton)
     except trial.Mismatch as e:
-        raise ModelRefused(f"--model {name}: {kind} {e}. {_HINT}") from e
+        raise ModelRefused(f"--model {name}: {kind} {e}. {HINT}") from e
     except MODEL_ERRORS as e:
-        raise ModelRefused(f"--model {name}: {kind} {stage}: {one_line(e)}. {_HINT}") from e
+        raise ModelRefused(f"--model {name}: {kind} {stage}: {one_line(e)}. {HINT}") from e
     return LoadedModel(model, attention, layers, vocab_size, parameter.dtype, parameter.device, proof.invariant)
 
 
@@ -232,69 +222,3 @@ def _stack_layers(
         log.info("the layers keep their own launches: in one program, the model %s", one_line(e))
         fused_stack.remove(layers, stack)
         return proof
-
-
-def one_line(error: BaseException) -> str:
-    """An error of foreign code as a part of a sentence; what says only a key or nothing gets its kind in front."""
-    text = " ".join(str(error).split())
-    plain = isinstance(error, (OSError, ValueError, RuntimeError, StrictDataclassError)) and text
-    return text if plain else f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def read_config(folder: Path) -> Any:
-    """transformers' configuration of a model folder.
-
-    Raises:
-        ModelRefused: there is none that it understands.
-    """
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except MODEL_ERRORS as e:
-        raise ModelRefused(f"--model {folder}: config.json is not understood: {one_line(e)}") from e
-
-
-def _generator_config(folder: Path) -> Any:
-    config = read_config(folder)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelRefused(f"--model {folder}: {config.model_type} is an encoder-decoder. {_HINT}")
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise ModelRefused(f"--model {folder}: {config.model_type} does not generate text. {_HINT}")
-    return config
-
-
-def _read_weights(folder: Path, dtype: torch.dtype) -> Any:
-    from_pretrained: Any = transformers.AutoModelForCausalLM.from_pretrained  # its types know no loading info
-    try:
-        with quiet():
-            model, info = from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,  # a pickle runs what its writer wanted
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except MODEL_ERRORS as e:
-        raise ModelRefused(f"--model {folder}: the weights cannot be read: {one_line(e)}") from e
-    for name, got, wanted in sorted(info["mismatched_keys"]):
-        raise ModelRefused(f"--model {folder}: {name} is {list(got)}, by config.json it should be {list(wanted)}")
-    if info["unexpected_keys"]:
-        some = ", ".join(sorted(info["unexpected_keys"])[:3])
-        log.warning("%s: %d weights have no place in the model, such as %s", folder, len(info["unexpected_keys"]), some)
-    if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ModelRefused(f"--model {folder}: {len(info['missing_keys'])} weights are missing, such as {some}")
-    return model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bar of transformers on a worker's standard error."""
-    logging_utils: Any = transformers.utils.logging
-    shown = logging_utils.is_progress_bar_enabled()
-    logging_utils.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging_utils.enable_progress_bar()

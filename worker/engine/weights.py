@@ -18,7 +18,8 @@ from ...shared.errors import Conflict, EngineError, InvalidRequest, ModelRefused
 from ..interface import Beside
 from .checkpoint import Checkpoint, Unreadable
 from .in_place import NotFinite
-from .loader import LoadedModel, read_config
+from .loader import LoadedModel
+from .model_folder import read_config
 
 log = logging.getLogger(__name__)
 
