@@ -1,4 +1,4 @@
-"""Jobs come in: what can never run here is refused, the others become sequences.."""
+"""Jobs come in: what can never run here is refused, the others become sequences."""
 
 from __future__ import annotations
 
