@@ -68,12 +68,15 @@ def test_every_command_takes_its_flags(finished: Finished, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(ROOT / "bench")
     for script, *given in finished[1]:
         if script == "-m":
-            files = [each for each in given if each.startswith("tests/")]
+            files = [each.partition("::") for each in given if each.startswith("tests/")]
             assert len(files) > 1
-            assert all((ROOT / each).is_file() for each in files)
+            assert all(f"def {test}" in (ROOT / file).read_text() for file, _, test in files)
             continue
-        args, flags = bench(script, monkeypatch).parser().parse_known_args(given)
-        if flags:  # those of a worker, which names what it does not know
-            assert load(WorkerSettings, flags, script).model
+        module = bench(script, monkeypatch)
+        args, flags = module.parser().parse_known_args(given)
+        effects = getattr(module, "EFFECTS", {"cuda": ()})["cuda"]
+        for more in ((), *(effect.flags for effect in effects)):
+            if flags:  # those of a worker, which names what it does not know
+                assert load(WorkerSettings, [*flags, *more], script).model
         if script != "bench/random_model.py":
             assert args.output.suffix == ".csv"
