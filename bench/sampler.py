@@ -1,6 +1,7 @@
 """A step of the sampler alone, on a CPU: host and kernel together, per kind of request.
 
 python bench/sampler.py [--rows 32 256] [--vocab 49152] [--threads 1]
+python bench/sampler.py --logprobs --rows 1 32 --vocab 49152  # log-probabilities alone, beside torch's own operations
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from headrace.kernels.cpu.logprobs import summarize
 from headrace.shared.messages import GenerateJob, SamplingParams
 from headrace.worker.engine.grammar import Grammar, Grammars
+from headrace.worker.engine.logprobs import LEAST, logprobs_of
 from headrace.worker.engine.sampler import Sampler
 from headrace.worker.engine.sequence import Row, Sequence
 
@@ -89,19 +93,39 @@ def measure_mask(folder: Path, count: int, vocab: int, text: str) -> tuple[float
     return filled, applied
 
 
+def measure_logprobs(logits: torch.Tensor, tops: int) -> tuple[float, float, float]:
+    """Milliseconds of a step's log-probabilities, of the kernel alone, and of torch's log_softmax and topk for what it
+    finds; by turns."""
+    count = len(logits)
+    jobs = [GenerateJob(str(row), "m", "m", "", (1,), SamplingParams(), True, tops) for row in range(count)]
+    steps: tuple[Callable[[], Any], ...] = (
+        lambda: logprobs_of(logits, [7] * count, jobs),
+        lambda: summarize(logits, tops),
+        lambda: logits.log_softmax(-1).clamp_min(LEAST).topk(tops),
+    )
+    turns = [[best_ms(lambda step=step: step, 3) for step in steps] for _ in range(20)]
+    whole, kernel, theirs = (min(times) for times in zip(*turns, strict=True))
+    return whole, kernel, theirs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, help="a folder with tokenizer.json: measures grammar masks, too")
+    parser.add_argument("--logprobs", action="store_true", help="measure nothing but log-probabilities")
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)
     for count in settings.rows:
         for shape, spread in (("peaked", 4.0), ("flat", 1.0)):
             noise = torch.Generator().manual_seed(0)
             logits = torch.randn(count, settings.vocab, generator=noise) * spread
-            for kind in KINDS:
+            for tops in (0, 5, 20) if settings.logprobs else ():
+                whole, kernel, theirs = measure_logprobs(logits, tops)
+                found = f"kernel {kernel:.3f} ms, torch {theirs:.3f} ms, {theirs / kernel:.1f} times"
+                print(f"{count} rows, {shape}, {tops} logprobs: {whole:.3f} ms; {found}", flush=True)
+            for kind in () if settings.logprobs else KINDS:
                 print(f"{count} rows, {shape}, {kind}: {measure(kind, logits):.2f} ms", flush=True)
         if settings.model:
             for text in ('{"name": "some', '{"name": "x", "tags": ["a",'):

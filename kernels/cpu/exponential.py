@@ -32,7 +32,18 @@ def _power_of_two(typing: Any, shifted: Any) -> Any:
 @cpu_jit
 def exp(x):
     """e**x of a float32 to 2 units in the last place; 0 below -87, and the largest finite power above 88; NaN stays."""
-    x = min(max(x, np.float32(-87.3)), np.float32(88.3)) if x == x else x
+    return _exp_within(min(max(x, np.float32(-87.3)), np.float32(88.3)) if x == x else x)
+
+
+@cpu_jit
+def exp_below(x):
+    """e**x of a float32 that is not above 0, or NaN: the same bits with less to do."""
+    return _exp_within(np.float32(-87.3) if x < np.float32(-87.3) else x)
+
+
+@cpu_jit
+def _exp_within(x):
+    """e**x from -87.3 to 88.3."""
     shifted = x * _LOG2_E + _ROUND
     n = shifted - _ROUND
     r = x - n * _LN2_HIGH - n * _LN2_LOW

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from ...kernels.cpu.logprobs import summarize
 from ...shared.messages import GenerateJob, TokenLogprob
 from .plan import Slice
 
@@ -13,28 +14,35 @@ LEAST = -9999.0  # in the place of minus infinity, which JSON does not have
 SCORED_LOGITS = 2**25  # of prompt tokens, computed at once: 128 MB of float32
 
 
-def logprobs_of(logprobs: torch.Tensor, token_ids: Rows[int], jobs: Rows[GenerateJob]) -> list[TokenLogprob]:
+def logprobs_of(logits: torch.Tensor, token_ids: Rows[int], jobs: Rows[GenerateJob]) -> list[TokenLogprob]:
     """What each row's job wants to know.
 
     Args:
-        logprobs: [R, V] float32, normalised.
+        logits: [R, V] float32, as the model gives them.
         token_ids: the token at each row's place.
         jobs: whose row it is.
     """
-    logprobs = logprobs.clamp_min(LEAST)
-    own = _gathered(logprobs, [[token] for token in token_ids])
-    tops = [job.top_logprobs_num for job in jobs]
-    values, ids = (t.tolist() for t in logprobs.topk(min(max(tops), logprobs.shape[1])))
-    asked = [job.token_ids_logprob for job in jobs]
-    named = _gathered(logprobs, asked)
+    tops, asked = [job.top_logprobs_num for job in jobs], [job.token_ids_logprob for job in jobs]
+    logits, norms, top, ids = _summarized(logits, min(max(tops), logits.shape[1]))
+
+    def told(chosen: torch.Tensor) -> list[list[float]]:
+        return (chosen - norms[:, :1] - norms[:, 1:]).clamp_min(LEAST).tolist()
+
+    named = told(_gathered(logits, [[token, *others] for token, others in zip(token_ids, asked, strict=True)]))
+    values, places = told(top), ids.tolist()
     return [
         TokenLogprob(
-            own[row][0],
-            tuple(zip(ids[row][:top], values[row][:top], strict=True)),
-            tuple(zip(asked[row], named[row], strict=True)),
+            named[row][0],
+            tuple(zip(places[row][:count], values[row], strict=False)),
+            tuple(zip(asked[row], named[row][1:], strict=False)),
         )
-        for row, top in enumerate(tops)
+        for row, count in enumerate(tops)
     ]
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what `logprobs_of` runs on a device, where it never was."""
+    _summarized(torch.ones(1, 1, device=device), 1)
 
 
 @torch.inference_mode()
@@ -44,7 +52,7 @@ def score(piece: Slice, logits: torch.Tensor) -> None:
     assert sequence.scored is not None, "nobody asked for them"
     token_ids = [sequence.token_ids[place + 1] for place in piece.scored]
     jobs = [sequence.job] * len(token_ids)
-    sequence.scored += logprobs_of(logits.float().log_softmax(-1), token_ids, jobs)
+    sequence.scored += logprobs_of(logits.float(), token_ids, jobs)
 
 
 def grouped(slices: Rows[Slice], vocab_size: int) -> list[list[Slice]]:
@@ -65,10 +73,16 @@ def most_scored(vocab_size: int) -> int:
     return max(SCORED_LOGITS // vocab_size, 1)
 
 
-def _gathered(logprobs: torch.Tensor, ids: Rows[Rows[int]]) -> list[list[float]]:
-    """Of each row the values of its ids."""
+def _summarized(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Rows [R, V], two norms [R, 2] to subtract from them, and their largest values with their places [R, most]."""
+    if logits.device.type == "cpu":
+        return logits, *summarize(logits, most)
+    logprobs = logits.log_softmax(-1)
+    return logprobs, logprobs.new_zeros(len(logprobs), 2), *logprobs.topk(most)
+
+
+def _gathered(rows: torch.Tensor, ids: Rows[Rows[int]]) -> torch.Tensor:
+    """[R, n]: of each row the values of its ids, and others behind where it has less than the most."""
     width = max(map(len, ids))
-    if width == 0:
-        return [[] for _ in ids]
-    index = torch.tensor([[*row, *[0] * (width - len(row))] for row in ids], device=logprobs.device)
-    return [values[: len(row)] for values, row in zip(logprobs.gather(1, index).tolist(), ids, strict=True)]
+    index = torch.tensor([[*row, *[0] * (width - len(row))] for row in ids], device=rows.device)
+    return rows.gather(1, index)

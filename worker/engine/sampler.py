@@ -20,7 +20,7 @@ import torch
 from ...shared.messages import TokenLogprob
 from .adjust import adjust, may_need_adjusting
 from .grammar import Masks
-from .logprobs import logprobs_of
+from .logprobs import logprobs_of, prepare
 from .noise import row_keys
 from .sequence import Row, Sequence
 from .transfers import upload
@@ -55,6 +55,7 @@ class Sampler:
         self._columns: _Columns | None = None
         one = torch.ones(1, device=device)
         Masks({}, np.full((1, 2), -1, dtype=np.int32)).apply(one[None], [])
+        prepare(device)
         self._draw(one[None], _Columns([], one, one.int(), one, one, [0], False, one.int(), [], []), [0])
 
     @torch.inference_mode()
@@ -67,16 +68,18 @@ class Sampler:
         """
         logits, columns = logits.contiguous(), self._columns_of([row.sequence for row in rows])
         asked = columns.asked
-        logprobs = logits[asked].log_softmax(-1) if asked else None
+        kept = logits  # drawing only reads them
+        if asked and (columns.adjusted or masks is not None or len(asked) < len(rows)):
+            kept = logits[asked]
         if columns.adjusted:
             adjust(logits, [(place, rows[place]) for place in columns.adjusted])
         if masks is not None:
             masks.apply(logits, rows)
         tokens = self._draw(logits, columns, [row.num_output_tokens for row in rows]).tolist()
         told: dict[int, TokenLogprob] = {}
-        if logprobs is not None:
+        if asked:
             chosen = [max(tokens[place], 0) for place in asked]
-            told = dict(zip(asked, logprobs_of(logprobs, chosen, [rows[place].job for place in asked]), strict=True))
+            told = dict(zip(asked, logprobs_of(kept, chosen, [rows[place].job for place in asked]), strict=True))
         return [
             Sample(token, told.get(place)) if token >= 0 else Sample(None, excluded=_excluded(logits[place]))
             for place, token in enumerate(tokens)
