@@ -7,8 +7,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..shared.chunks import TextChunk
 from ..shared.control import Answers, Kind
-from ..shared.messages import GenerateJob, ModelCard, TextChunk
+from ..shared.messages import GenerateJob
+from ..shared.model_card import ModelCard
 from ..shared.registry import ProcessInfo
 from ..shared.text_stream import Position
 

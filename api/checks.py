@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..shared.errors import InvalidRequest
-from ..shared.messages import ModelCard
+from ..shared.model_card import ModelCard
 from .conversation import check_parts
 from .protocol.chat import ChatCompletionRequest
 from .protocol.common import StreamOptions

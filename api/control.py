@@ -8,7 +8,7 @@ from typing import Any
 
 from ..shared.control import Answers, Kind
 from ..shared.errors import ModelNotFound, RequestError
-from ..shared.messages import ModelCard
+from ..shared.model_card import ModelCard
 from ..shared.registry import ProcessInfo
 from .backend import Backend
 from .protocol.control import ControlBody

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ..shared.chunks import Finish, TextChunk, Usage
 from ..shared.keys import KEEP_WHOLE_MS
-from ..shared.messages import Finish, TextChunk, Usage
 from .answers.assemble import body_of
 from .answers.results import collect
 from .backend import Backend

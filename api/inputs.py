@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..shared.errors import InvalidRequest
-from ..shared.messages import GenerateReqInput, Lane, ModelCard, SamplingParams
+from ..shared.messages import GenerateReqInput, Lane, SamplingParams
+from ..shared.model_card import ModelCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..shared.messages import Usage
+from ..shared.chunks import Usage
 from ..shared.registry import ProcessInfo
 from .worker_metrics import ProcessMetrics
 

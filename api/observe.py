@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
-from ..shared.messages import TextChunk
+from ..shared.chunks import TextChunk
 from .metrics import Metrics
 from .plan import Plan
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..shared.errors import ContextLengthExceeded, InvalidRequest
 from ..shared.ids import family_from, new_family
-from ..shared.messages import GenerateJob, GenerateReqInput, ModelCard
+from ..shared.messages import GenerateJob, GenerateReqInput
+from ..shared.model_card import ModelCard
 from .inputs import Caller
 from .plan import Plan
 from .protocol.chat import ChatCompletionRequest

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..shared.chunks import TextChunk
 from ..shared.clients import TRANSIENT
 from ..shared.errors import StoreUnavailable
-from ..shared.messages import TextChunk
 from .backend import Feed, Queue
 
 log = logging.getLogger(__name__)

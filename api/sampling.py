@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..shared.errors import InvalidRequest
-from ..shared.messages import ModelCard, SamplingParams
+from ..shared.messages import SamplingParams
+from ..shared.model_card import ModelCard
 from .grammars import grammar_of
 from .protocol.common import SamplingFields
 from .protocol.native import SamplingParamsBody

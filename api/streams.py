@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from ..shared.chunks import TextChunk
 from ..shared.errors import InvalidRequest, NotFound, ProtocolError, StreamGone
-from ..shared.messages import TextChunk
 from .answers.assemble import stream_of
 from .answers.events import Cursor, LastEvent
 from .backend import Queue

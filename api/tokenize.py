@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from ..shared.errors import ContextLengthExceeded, EngineError
-from ..shared.messages import ModelCard
+from ..shared.model_card import ModelCard
 
 GUARD = "\uffff"  # a noncharacter: valid in UTF-8, never in a special token
 INLINE_CHARS = 2000  # shorter text is tokenized on the event loop: a thread's hand-over costs more than the work

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..shared.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from ..shared.messages import GenerateReqInput, ModelCard, Task
+from ..shared.messages import GenerateReqInput, Task
+from ..shared.model_card import ModelCard
 from . import checks, sampling
 from .backend import Models
 from .checks import Limits, chat_tokens

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from headrace.detok.state import DecodeState
 from headrace.detok.vocab import Vocabulary
-from headrace.shared.messages import DecodeParams, TokenChunk, TokenLogprob
+from headrace.shared.chunks import TokenChunk, TokenLogprob
+from headrace.shared.messages import DecodeParams
 from tokenizers import Tokenizer
 
 CASES = {

@@ -15,11 +15,12 @@ from pathlib import Path
 from headrace.detok.streams import Streams
 from headrace.detok.vocab import Vocabulary
 from headrace.shared.async_job_queue import AsyncJobQueue
+from headrace.shared.chunks import TokenChunk
 from headrace.shared.clients import connect, connect_async
 from headrace.shared.ids import new_family, shard_in
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.keys import DEFAULT_SHARDS
-from headrace.shared.messages import GenerateJob, SamplingParams, TokenChunk
+from headrace.shared.messages import GenerateJob, SamplingParams
 from headrace.shared.scripts import Scripts
 from headrace.shared.text_stream import ShardLease, TextStream
 from headrace.shared.token_stream import Append, TokenStream

@@ -14,10 +14,10 @@ from collections.abc import Collection
 
 from ..shared import keys
 from ..shared.channels import Channels
+from ..shared.chunks import TokenChunk
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client, Patience
 from ..shared.errors import StoreUnavailable
 from ..shared.job_queue import JobQueue
-from ..shared.messages import TokenChunk
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import decode_news

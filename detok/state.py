@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
+from ..shared.chunks import Finish, TextChunk, TextLogprob, TokenChunk, TokenLogprob, Usage
 from ..shared.errors import ProtocolError
-from ..shared.messages import DecodeParams, Finish, TextChunk, TextLogprob, TokenChunk, TokenLogprob, Usage
+from ..shared.messages import DecodeParams
 from .decoder import Snapshot, make_decoder
 from .stops import StopMatcher
 from .vocab import Vocabulary

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
+from ..shared.chunks import Finish, TextChunk, TokenChunk, Usage
 from ..shared.errors import ProtocolError
 from ..shared.ids import shard_in
-from ..shared.messages import Finish, TextChunk, TokenChunk, Usage
 from ..shared.text_stream import DecodeRecord, Publish, Published, TextStream
 from ..shared.token_stream import TokenStream
 from .state import DecodeState

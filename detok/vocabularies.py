@@ -10,7 +10,7 @@ from functools import lru_cache
 from ..shared import keys
 from ..shared.clients import Client
 from ..shared.errors import ProtocolError
-from ..shared.messages import ModelCard
+from ..shared.model_card import ModelCard
 from ..shared.registry import get_blob
 from .vocab import Vocabulary
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 import redis.exceptions
 
 from . import keys
+from .chunks import Finish
 from .clients import TRANSIENT, AsyncClient, as_overloaded
 from .errors import InvalidRequest, Overloaded, StoreUnavailable, Unavailable
 from .ids import choices, shard_in
 from .job_queue import by_shard
-from .messages import LANES, Finish, GenerateJob
+from .messages import LANES, GenerateJob
 from .scripts import AsyncScripts, Call
 from .store import ADMIT_BELOW
 

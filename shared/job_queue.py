@@ -16,10 +16,11 @@ import redis
 import redis.exceptions
 
 from . import keys
+from .chunks import Finish
 from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
-from .messages import LANES, Finish, GenerateJob
+from .messages import LANES, GenerateJob
 from .scripts import Call, Scripts
 
 

@@ -17,7 +17,7 @@ import orjson
 from . import keys
 from .clients import AsyncClient, Client, write_always
 from .errors import ModelNotFound, ProtocolError
-from .messages import ModelCard
+from .model_card import ModelCard
 
 log = logging.getLogger(__name__)
 

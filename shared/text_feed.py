@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from . import keys
+from .chunks import TextChunk
 from .clients import TRANSIENT, AsyncClient
 from .errors import ProtocolError, StreamGone
 from .ids import shard_in
-from .messages import TextChunk
 from .text_stream import Position, decode_entry, decode_push
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from . import keys
+from .chunks import TextChunk
 from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
-from .messages import DecodeParams, TextChunk
+from .messages import DecodeParams
 from .scripts import Call, Scripts
 
 

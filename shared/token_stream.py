@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from . import keys
+from .chunks import Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from .clients import Client
 from .errors import ProtocolError
 from .ids import shard_in
-from .messages import Finish, PromptLogprobs, TokenChunk, TokenLogprob
 from .scripts import Call, Scripts
 
 

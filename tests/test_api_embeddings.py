@@ -12,8 +12,9 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from headrace.shared.chunks import Finish
 from headrace.shared.codec import encode_vector
-from headrace.shared.messages import Finish, GenerateJob
+from headrace.shared.messages import GenerateJob
 from kit.fake_backend import FakeBackend, Step, app, card
 from kit.loopback import serve
 

@@ -16,9 +16,10 @@ import orjson
 import pytest
 from headrace.api.auth import ADMIN_PATHS
 from headrace.api.settings import ApiSettings
+from headrace.shared.chunks import Finish, TextLogprob
 from headrace.shared.control import Outcome
 from headrace.shared.errors import Overloaded, StoreUnavailable, Unavailable
-from headrace.shared.messages import Finish, GenerateJob, TextLogprob
+from headrace.shared.messages import GenerateJob
 from headrace.shared.registry import ProcessInfo
 from kit.fake_backend import FakeBackend, Step, app, card, say
 from kit.loopback import serve

@@ -17,8 +17,9 @@ from headrace.api.plan import Plan
 from headrace.api.settings import ApiSettings
 from headrace.api.sse import EventStream, event, unless_gone
 from headrace.api.streams import encoded
+from headrace.shared.chunks import Finish
 from headrace.shared.errors import EngineError, InvalidRequest, Unavailable
-from headrace.shared.messages import Finish, GenerateJob
+from headrace.shared.messages import GenerateJob
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.fake_backend import FakeBackend, Step, app, say, services

@@ -13,7 +13,7 @@ from headrace.deploy.cli import COMMANDS, main
 from headrace.deploy.client import RequestFailed
 from headrace.deploy.settings import ServeSettings, child_environment, role_settings, served_models
 from headrace.shared.errors import ConfigError
-from headrace.shared.messages import ModelCard
+from headrace.shared.model_card import ModelCard
 from headrace.shared.settings import load
 from headrace.worker.scripted import read_scripts
 from kit.serving import scripted_model

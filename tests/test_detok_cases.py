@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from headrace.detok.state import SILENT_TOKENS, DecodeState
 from headrace.detok.vocab import Vocabulary
+from headrace.shared.chunks import Finish, PromptLogprobs, TextChunk, TokenChunk, TokenLogprob, Usage
 from headrace.shared.errors import ProtocolError
-from headrace.shared.messages import DecodeParams, Finish, PromptLogprobs, TextChunk, TokenChunk, TokenLogprob, Usage
+from headrace.shared.messages import DecodeParams
 from kit.tokenizers import TestTokenizer, byte_fallback, byte_level, metaspace, word_piece
 
 BYTES = byte_level()

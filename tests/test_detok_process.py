@@ -21,18 +21,12 @@ from headrace.detok.streams import Streams, merge
 from headrace.detok.vocabularies import Vocabularies
 from headrace.shared import keys
 from headrace.shared.async_job_queue import AsyncJobQueue
+from headrace.shared.chunks import Finish, TextChunk, TokenChunk, TokenLogprob
 from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.ids import new_family, shard_in
 from headrace.shared.job_queue import JobQueue
-from headrace.shared.messages import (
-    Finish,
-    GenerateJob,
-    ModelCard,
-    SamplingParams,
-    TextChunk,
-    TokenChunk,
-    TokenLogprob,
-)
+from headrace.shared.messages import GenerateJob, SamplingParams
+from headrace.shared.model_card import ModelCard
 from headrace.shared.registry import Membership, ProcessInfo, processes, register_model
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal

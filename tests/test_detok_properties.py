@@ -12,7 +12,8 @@ import pytest
 from headrace.detok.decoder import ByteDecoder, WindowDecoder
 from headrace.detok.state import DecodeState
 from headrace.detok.vocab import Vocabulary
-from headrace.shared.messages import DecodeParams, Finish, TextChunk, TokenChunk, TokenLogprob
+from headrace.shared.chunks import Finish, TextChunk, TokenChunk, TokenLogprob
+from headrace.shared.messages import DecodeParams
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.tokenizers import TestTokenizer, byte_fallback, byte_level, metaspace, word_piece

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from headrace.shared.chunks import Finish
 from headrace.shared.codec import decode_vector
 from headrace.shared.errors import ContextLengthExceeded, EngineError, InvalidRequest, ModelRefused
-from headrace.shared.messages import Finish, GenerateJob, Lane, Task
+from headrace.shared.messages import GenerateJob, Lane, Task
 from headrace.worker.card import load_card
 from headrace.worker.engine.encoder import EncoderEngine
 from headrace.worker.settings import WorkerSettings

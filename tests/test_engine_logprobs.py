@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from headrace.shared.chunks import PromptLogprobs
 from headrace.shared.errors import InvalidRequest
-from headrace.shared.messages import GenerateJob, PromptLogprobs
+from headrace.shared.messages import GenerateJob
 from headrace.worker.engine import logprobs
 from headrace.worker.engine.engine import TransformersEngine
 from kit import engines, tiny_models

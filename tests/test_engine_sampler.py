@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from headrace.shared.messages import GenerateJob, SamplingParams, TokenLogprob
+from headrace.shared.chunks import TokenLogprob
+from headrace.shared.messages import GenerateJob, SamplingParams
 from headrace.worker.engine.grammar import Masks
 from headrace.worker.engine.noise import row_keys
 from headrace.worker.engine.sampler import Sample, Sampler

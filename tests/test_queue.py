@@ -9,20 +9,13 @@ from functools import partial
 
 import pytest
 from headrace.shared import keys
+from headrace.shared.chunks import Finish, PromptLogprobs, TextChunk, TokenChunk, TokenLogprob, Usage
 from headrace.shared.clients import Client, connect
 from headrace.shared.errors import Overloaded
 from headrace.shared.ids import family_from, new_family, shard_in
 from headrace.shared.job_queue import Claim, JobQueue
-from headrace.shared.messages import (
-    Finish,
-    Lane,
-    ModelCard,
-    PromptLogprobs,
-    TextChunk,
-    TokenChunk,
-    TokenLogprob,
-    Usage,
-)
+from headrace.shared.messages import Lane
+from headrace.shared.model_card import ModelCard
 from headrace.shared.registry import Membership, ProcessInfo, processes, register_model, take_slot
 from headrace.shared.scripts import Scripts
 from headrace.shared.text_stream import Publish, Published, ShardLease, TextStream

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from headrace.shared import keys
+from headrace.shared.chunks import Finish, TextChunk, Usage
 from headrace.shared.clients import AsyncClient, connect_async
 from headrace.shared.errors import ProtocolError
 from headrace.shared.ids import family_from
-from headrace.shared.messages import Finish, TextChunk, Usage
 from headrace.shared.text_feed import REPAIR_EVERY_S, Following, TextFeed
 
 A, B = (f"{family_from(name, 1)}.0" for name in "ab")

@@ -13,12 +13,14 @@ import pytest
 import redis.exceptions
 from conftest import Server
 from headrace.shared import keys
+from headrace.shared.chunks import Finish, TokenChunk
 from headrace.shared.clients import Client, connect
 from headrace.shared.control import Command, Inbox, Outcome
 from headrace.shared.errors import ConfigError, InvalidRequest, NotFound, StoreUnavailable
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
-from headrace.shared.messages import Finish, GenerateJob, ModelCard, TokenChunk
+from headrace.shared.messages import GenerateJob
+from headrace.shared.model_card import ModelCard
 from headrace.shared.registry import Membership, ProcessInfo, ServedModels
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..shared.errors import ConfigError, Conflict, NotFound, RequestError
-from ..shared.messages import GenerateJob, ModelCard
+from ..shared.messages import GenerateJob
+from ..shared.model_card import ModelCard
 from .interface import Engine
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 
 from ..shared.errors import ConfigError, ModelRefused
-from ..shared.messages import ModelCard, Task
+from ..shared.messages import Task
+from ..shared.model_card import ModelCard
 from .settings import WorkerSettings
 
 # Their first token stands at the position after the padding's own id, so that so many positions are lost.

@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from ..shared.chunks import Finish
 from ..shared.control import Command, Inbox, Outcome, PauseMode
 from ..shared.errors import InvalidRequest, RequestError
-from ..shared.messages import Finish
 from .adapters import Models, PoolAdapters
 from .interface import Engine, StepOutput
 from .updates import OURS, Args, Updates

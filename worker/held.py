@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..shared.messages import DEFAULT_VERSION, Finish, PromptLogprobs, TokenChunk, TokenLogprob
+from ..shared.chunks import Finish, PromptLogprobs, TokenChunk, TokenLogprob
+from ..shared.model_card import DEFAULT_VERSION
 from ..shared.token_stream import Append
 from .interface import StepOutput
 

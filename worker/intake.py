@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
+from ..shared.chunks import Finish
 from ..shared.errors import ProtocolError, RequestError
 from ..shared.job_queue import Claim, JobQueue
-from ..shared.messages import Finish
 from ..shared.token_stream import TokenStream
 from .adapters import PoolAdapters
 from .interface import Engine

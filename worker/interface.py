@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..shared.messages import Finish, GenerateJob, ModelCard, PromptLogprobs, TokenLogprob
+from ..shared.chunks import Finish, PromptLogprobs, TokenLogprob
+from ..shared.messages import GenerateJob
+from ..shared.model_card import ModelCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from ..shared import logs
 from ..shared.clients import connect
 from ..shared.control import Inbox
 from ..shared.job_queue import JobQueue
-from ..shared.messages import ModelCard
+from ..shared.model_card import ModelCard
 from ..shared.registry import Membership, ProcessInfo, ServedModels, take_slot
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal

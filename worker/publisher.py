@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from ..shared.job_queue import Claim
-from ..shared.messages import DEFAULT_VERSION
+from ..shared.model_card import DEFAULT_VERSION
 from ..shared.token_stream import Append, TokenStream, Written
 from .held import Held
 from .interface import Engine, StepOutput

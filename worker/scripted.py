@@ -30,8 +30,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
+from ..shared.chunks import Finish, FinishType, TokenLogprob
 from ..shared.errors import ConfigError, InvalidRequest, NotFound
-from ..shared.messages import Finish, FinishType, GenerateJob, ModelCard, TokenLogprob
+from ..shared.messages import GenerateJob
+from ..shared.model_card import ModelCard
 from .interface import Beside, StepOutput
 from .settings import WorkerSettings
 

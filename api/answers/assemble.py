@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ...shared.messages import TextChunk
+from ...shared.chunks import TextChunk
 from ..plan import Plan
 from .chat import ChatStream, chat_body
 from .completions import CompletionStream, completion_body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...shared.messages import Finish, TextChunk, TextLogprob, Usage
+from ...shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.chat import ChatChoiceBody, ChatCompletionBody, ChatLogprobsBody, ContentLogprobBody, LogprobBody
 from .events import OPENED, StreamEvent, place_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
-from ...shared.messages import TextChunk, TextLogprob, Usage
+from ...shared.chunks import TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.completions import CompletionBody, CompletionChoiceBody, CompletionLogprobsBody
 from .events import StreamEvent, place_of

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...shared.chunks import TextChunk
 from ...shared.errors import InvalidRequest
-from ...shared.messages import TextChunk
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...shared.messages import Finish, TextChunk, TextLogprob
+from ...shared.chunks import Finish, TextChunk, TextLogprob
 from ..plan import Plan
 from ..protocol.native import FinishBody, GenerateBody, MetaInfo, TokenLogprobBody
 from .events import StreamEvent, place_of

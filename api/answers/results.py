@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from ...shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from ...shared.errors import RequestError
-from ...shared.messages import DEFAULT_VERSION, Finish, TextChunk, TextLogprob, Usage
+from ...shared.model_card import DEFAULT_VERSION
 from ..plan import Plan
 from ..protocol.common import UsageBody, usage_body
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...shared.errors import Fenced
-from ...shared.messages import ModelCard
+from ...shared.model_card import ModelCard
 from .finalize import write_files
 from .lease import BatchLease
 from .model import Batch, LineError

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from ...shared.messages import Usage
+from ...shared.chunks import Usage
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 

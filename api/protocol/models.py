@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-from ...shared.messages import ModelCard
+from ...shared.model_card import ModelCard
 
 
 class ModelBody(TypedDict):

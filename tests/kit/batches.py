@@ -18,7 +18,7 @@ from headrace.api.batches.settings import BatchSettings
 from headrace.api.batches.stores import open_stores
 from headrace.api.batches.window import LineRequest
 from headrace.shared.errors import EngineError, InvalidRequest, Overloaded
-from headrace.shared.messages import ModelCard
+from headrace.shared.model_card import ModelCard
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 

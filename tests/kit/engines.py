@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import transformers
-from headrace.shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
+from headrace.shared.chunks import Finish, PromptLogprobs, TokenLogprob
+from headrace.shared.messages import GenerateJob, Lane, SamplingParams
 from headrace.worker.engine.engine import TransformersEngine
 from headrace.worker.settings import WorkerSettings
 

@@ -14,10 +14,12 @@ from headrace.api.app import create_app
 from headrace.api.backend import Backend
 from headrace.api.services import Services, build
 from headrace.api.settings import ApiSettings
+from headrace.shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from headrace.shared.control import Answers, Kind, Outcome
 from headrace.shared.errors import ModelNotFound, StreamGone
 from headrace.shared.ids import choices, shard_in
-from headrace.shared.messages import Finish, GenerateJob, ModelCard, TextChunk, TextLogprob, Usage
+from headrace.shared.messages import GenerateJob
+from headrace.shared.model_card import ModelCard
 from headrace.shared.registry import ProcessInfo
 from headrace.shared.text_stream import Position
 from kit.tokenizers import byte_level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ...shared.messages import Finish
+from ...shared.chunks import Finish
 from ..interface import StepOutput
 from .plan import Slice
 from .sampler import Sample

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...kernels.cpu.team import runs_alone
-from ...shared.messages import ModelCard
+from ...shared.model_card import ModelCard
 from ..settings import WorkerSettings
 from .attention import AttentionBackend
 from .attention_cpu import CpuAttention

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...shared.chunks import Finish
 from ...shared.codec import encode_vector
 from ...shared.errors import ContextLengthExceeded, EngineError, InvalidRequest, NotFound
-from ...shared.messages import LANES, Finish, GenerateJob
+from ...shared.messages import LANES, GenerateJob
 from ..card import load_card, resolve_model
 from ..interface import Beside, StepOutput
 from ..meter import Meter

@@ -6,8 +6,10 @@ import hashlib
 import sys
 from collections.abc import Sequence as Ids
 
+from ...shared.chunks import TokenLogprob
 from ...shared.errors import ContextLengthExceeded, InvalidRequest
-from ...shared.messages import GenerateJob, ModelCard, TokenLogprob
+from ...shared.messages import GenerateJob
+from ...shared.model_card import ModelCard
 from .device_sampler import is_plain
 from .logprobs import most_scored
 from .lora import Adapters

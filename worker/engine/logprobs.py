@@ -7,7 +7,8 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ...kernels.cpu.logprobs import summarize
-from ...shared.messages import GenerateJob, TokenLogprob
+from ...shared.chunks import TokenLogprob
+from ...shared.messages import GenerateJob
 from .plan import Slice
 
 LEAST = -9999.0  # in the place of minus infinity, which JSON does not have

@@ -7,8 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...shared.chunks import Finish
 from ...shared.errors import EngineError, RequestError
-from ...shared.messages import Finish
 from .grammar import Grammar, Grammars, Matcher
 from .sequence import Sequence
 

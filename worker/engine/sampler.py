@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...shared.messages import TokenLogprob
+from ...shared.chunks import TokenLogprob
 from .adjust import adjust, may_need_adjusting
 from .grammar import Masks
 from .logprobs import logprobs_of, prepare

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...shared.messages import Finish, GenerateJob, Lane, PromptLogprobs, SamplingParams, TokenLogprob
+from ...shared.chunks import Finish, PromptLogprobs, TokenLogprob
+from ...shared.messages import GenerateJob, Lane, SamplingParams
 
 if TYPE_CHECKING:
     import torch
