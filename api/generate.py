@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..shared.chunks import Finish, TextChunk, Usage
+from ..shared.failpoints import failpoint
 from ..shared.keys import KEEP_WHOLE_MS
 from .answers.assemble import body_of
 from .answers.results import collect
@@ -129,6 +130,7 @@ class Inference:
         for result in await asyncio.gather(*submits, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+        failpoint("api.accepted")
 
 
 async def _nothing(prepared: Prepared) -> AsyncIterator[TextChunk]:

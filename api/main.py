@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from ..shared import logs
 from ..shared.clients import AsyncClient, connect_async
 from ..shared.errors import ConfigError
+from ..shared.failpoints import failpoint
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.store import Store, open_store
 from .app import create_app
@@ -152,6 +153,7 @@ async def _listed(settings: ApiSettings, info: ProcessInfo) -> AsyncIterator[Non
 async def _beat(membership: Membership, client: AsyncClient) -> None:
     while True:
         try:
+            failpoint("api.beat")
             await membership.beat_async(client)
         except STORE_ERRORS as e:
             log.warning("this replica's heartbeat was not written: %s", e)

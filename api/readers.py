@@ -15,6 +15,7 @@ from typing import Any
 from ..shared.chunks import TextChunk
 from ..shared.clients import TRANSIENT
 from ..shared.errors import StoreUnavailable
+from ..shared.failpoints import failpoint
 from .backend import Feed, Queue
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Readers:
         await self._take_over(reader)
         try:
             if resume:
+                failpoint("api.resume")
                 await self._queue.touch(rids, reader_lease_s=self._lease_s, reader=self._feed.name)
             yield reader
         except asyncio.CancelledError:
@@ -99,6 +101,7 @@ class Readers:
     async def _leave(self, rids: list[str], grace_s: float) -> None:
         """A short lease ends the requests unless somebody, here or elsewhere, reads on in time."""
         try:
+            failpoint("api.leave")
             if grace_s > 0:
                 await self._queue.leave(rids, grace_s=grace_s, reader=self._feed.name)
             else:
@@ -119,6 +122,7 @@ class Readers:
             if not rids:
                 continue
             try:
+                failpoint("api.keep")
                 await self._queue.touch(rids, reader_lease_s=self._lease_s, reader=self._feed.name)
             except (StoreUnavailable, *TRANSIENT) as e:
                 log.warning("reader leases were not renewed: %s", e)

@@ -9,6 +9,7 @@ import redis.exceptions
 from redis.asyncio.client import Pipeline
 
 from ..shared.clients import TRANSIENT, AsyncClient, Patience
+from ..shared.failpoints import failpoint
 
 T = TypeVar("T")
 Fields = dict[bytes, bytes]
@@ -39,7 +40,9 @@ async def update(
                 seconds, micros = await pipe.time()
                 pipe.multi()
                 result = change(pipe, fields, int(seconds) * 1000 + int(micros) // 1000)
+                failpoint("watched.judged")
                 await pipe.execute()
+                failpoint("watched.written")
                 return result
         except redis.exceptions.WatchError:
             continue

@@ -17,6 +17,7 @@ from ..shared.channels import Channels
 from ..shared.chunks import TokenChunk
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client, Patience
 from ..shared.errors import StoreUnavailable
+from ..shared.failpoints import failpoint
 from ..shared.job_queue import JobQueue
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
@@ -124,6 +125,7 @@ class Detokenizer:
         if self._shards.due_in_s == 0:
             self._settle()  # what it says is of the leases before
             self._member.update(shards=sorted(self._shards.epochs), streams=len(self._streams))
+            failpoint("detok.beat")
             self._member.beat(self._client)
             self._shards.keep()
         if gone := self._streams.shards - self._shards.epochs.keys():
@@ -140,6 +142,7 @@ class Detokenizer:
     def _begin(self, shards: Collection[int]) -> None:
         """Pushes are heard from here on; all that is unfinished is looked at once."""
         self._channels.subscribe([keys.wake(shard) for shard in shards])
+        failpoint("detok.subscribed")
         for shard in shards:
             unfinished = self._streams.begin(shard)
             self._moved.extend((rid, None) for rid in unfinished)
@@ -162,6 +165,7 @@ class Detokenizer:
         if now >= self._look_over_at:
             self._look_over_at = now + LOOK_OVER_EVERY_S
             waiting = {rid for rid, _ in self._moved}
+            failpoint("detok.look_over")
             for shard in self._streams.shards:
                 self._moved.extend((rid, None) for rid in self._streams.look_over(shard) if rid not in waiting)
             self._vocabularies.prepare()
@@ -196,6 +200,7 @@ class Detokenizer:
             if chunk is not None:
                 pushed.setdefault(rid, []).append(chunk)
         writes, more = self._streams.decode(rids, {rid: chunks for rid, chunks in pushed.items() if rids[rid]})
+        failpoint("detok.decoded")
         self._streams.publish(writes, self._shards.epochs)
         self._moved.extend((rid, None) for rid in more)
 
@@ -203,6 +208,7 @@ class Detokenizer:
         try:
             self._streams.settle()
             self._channels.close()
+            failpoint("detok.leave")
             self._shards.give_up(list(self._shards.epochs))
             self._member.leave(self._client)
         except (*TRANSIENT, StoreUnavailable) as e:

@@ -7,6 +7,7 @@ import uuid
 
 from ..shared import logs
 from ..shared.clients import connect
+from ..shared.failpoints import failpoint
 from ..shared.job_queue import JobQueue
 from ..shared.registry import Membership, ProcessInfo
 from ..shared.scripts import Scripts
@@ -35,6 +36,7 @@ def run(settings: DetokSettings) -> int:
     client = connect(settings.redis_url, "detok")
     member = Membership(ProcessInfo("detok"))
     member.beat(client)
+    failpoint("detok.listed")
 
     owner = uuid.uuid4().hex
     scripts, flushes = (Scripts(client, on_outage=lambda error: detokenizer.note_outage(error)) for _ in range(2))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from ..shared import keys
 from ..shared.clients import Client
+from ..shared.failpoints import failpoint
 from ..shared.scripts import Scripts
 from ..shared.text_stream import ShardLease
 from .peers import Peers
@@ -51,6 +52,7 @@ class Shards:
         """Renew the leases, leave what is above our share, take what is free."""
         self._next = time.monotonic() + self._lease_s / 3
         self.epochs = self._lease.take(list(self.epochs))
+        failpoint("detok.peers")
         share = self._peers.share(len(self._all))
         if time.monotonic() > self._share_again_at:
             self.give_up(sorted(self.epochs)[share:])
@@ -86,6 +88,7 @@ class Shards:
 
     def _free(self) -> list[int]:
         others = [shard for shard in self._all if shard not in self.epochs]
+        failpoint("detok.free")
         pipe = self._client.pipeline(transaction=False)
         pipe.time()
         for shard in others:

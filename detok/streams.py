@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from ..shared.chunks import Finish, TextChunk, TokenChunk, Usage
 from ..shared.errors import ProtocolError
+from ..shared.failpoints import failpoint
 from ..shared.ids import shard_in
 from ..shared.text_stream import DecodeRecord, Publish, Published, TextStream
 from ..shared.token_stream import TokenStream
@@ -73,6 +74,7 @@ class Streams:
         records = self._records([rid for rid in rids if rid not in held and shard_in(rid) in self.shards])
         after = {rid: state.consumed for rid, state in held.items() if rid not in at_hand}
         after |= {rid: record.consumed for rid, record in records.items()}
+        failpoint("detok.read")
         writes: dict[int, list[Publish]] = {}
         more = []
         for rid, chunks in (at_hand | (self._tokens.read(after, READ_ENTRIES) if after else {})).items():

@@ -11,6 +11,7 @@ from . import keys
 from .chunks import Finish
 from .clients import TRANSIENT, AsyncClient, as_overloaded
 from .errors import InvalidRequest, Overloaded, StoreUnavailable, Unavailable
+from .failpoints import failpoint
 from .ids import choices, shard_in
 from .job_queue import by_shard
 from .messages import LANES, GenerateJob
@@ -102,6 +103,7 @@ class AsyncJobQueue:
         if time.monotonic() - self._memory_read_at > 1.0:
             self._memory_read_at = time.monotonic()
             try:
+                failpoint("api.memory")
                 self._memory_used = int((await self._client.info("memory"))["used_memory"])
             except TRANSIENT as e:
                 raise Unavailable("The queue does not answer; try again later.") from e
@@ -147,6 +149,7 @@ class AsyncJobQueue:
     async def plan(self, family: str) -> bytes | None:
         """What `submit` was given as `plan`; None when the request is not there (any more), or had none."""
         shard = shard_in(family)
+        failpoint("api.plan")
         value: bytes | None = await self._client.hget(keys.request(shard, f"{family}.0"), "an")
         return value
 

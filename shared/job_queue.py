@@ -19,6 +19,7 @@ from . import keys
 from .chunks import Finish
 from .clients import Client
 from .errors import ProtocolError
+from .failpoints import failpoint
 from .ids import shard_in
 from .messages import LANES, GenerateJob
 from .scripts import Call, Scripts
@@ -75,6 +76,7 @@ class JobQueue:
                 break
             wanted = 1 if lane == "suspect" else slots - len(claims)
             args = (pool, owner, consumer, wanted, int(lease_s * 1000), lane)
+            failpoint("worker.waiting")
             for reply in self._scripts.call(Call("pull", shard, args)):
                 claim = self._claim(owner, reply)
                 if claim is not None:
@@ -136,6 +138,7 @@ class JobQueue:
                         rid = fields[b"r"].decode()
                         if rid not in known:
                             lost.append(rid)
+        failpoint("worker.recover")
         calls = [
             Call("release", shard, (owner, *(part for rid in group for part in (rid, ""))))
             for shard, group in by_shard(lost)

@@ -20,9 +20,10 @@ import redis.exceptions
 
 from . import keys
 from .clients import TRANSIENT, AsyncClient, Client, Patience
+from .failpoints import SCRIPTS as NAMES
+from .failpoints import script_point
 
 LUA = Path(__file__).with_name("lua")
-NAMES = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
 
 KEEP_S = 1.0  # a connection that was used just now is alive; an older one is looked at first
 
@@ -100,6 +101,7 @@ class Scripts:
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Send the calls and come back at once: Redis works while the caller does. `finish` takes the replies."""
+        script_point("send", calls)
         if self._connection is None:
             self._connection = self._take()
         self._connection.send_packed_command(self._connection.pack_commands([_command(c) for c in calls]))
@@ -123,11 +125,13 @@ class Scripts:
     def _receive(self, calls: Sequence[Call]) -> list[Any]:
         if self._connection is None:
             raise redis.exceptions.ConnectionError("the connection was lost before the replies")
+        script_point("sent", calls)
         replies = [self._reply() for _ in calls]
         if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
             self._load()
             self.begin(calls)
             replies = [self._reply() for _ in calls]
+        script_point("reply", calls)
         self._keep()
         for reply in replies:
             if isinstance(reply, redis.exceptions.ResponseError):
@@ -191,7 +195,9 @@ class AsyncScripts:
             pipe = self._client.pipeline(transaction=False)
             for call in calls:
                 pipe.execute_command(*_command(call))
+            script_point("send", calls)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
+            script_point("reply", calls)
             if last or not any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
                 break
             for name in NAMES:

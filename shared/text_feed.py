@@ -13,6 +13,7 @@ from . import keys
 from .chunks import TextChunk
 from .clients import TRANSIENT, AsyncClient
 from .errors import ProtocolError, StreamGone
+from .failpoints import failpoint
 from .ids import shard_in
 from .text_stream import Position, decode_entry, decode_push
 
@@ -142,6 +143,7 @@ class TextFeed:
         pool = self._client.connection_pool
         connection = await pool.get_connection()
         try:
+            failpoint("api.subscribe")
             await connection.send_command(
                 "SUBSCRIBE", *(keys.reader_channel(s, self.name) for s in range(self._shards))
             )
@@ -192,6 +194,7 @@ class TextFeed:
             shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
             pipe.exists(keys.request(shard, rid))
             pipe.xrange(keys.text(shard, rid), min=f"({here.end}-{here.seq}" if here != Position() else "-")
+        failpoint("api.repair")
         replies = await pipe.execute()
         for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
             following = self._by_rid.get(rid)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from ..shared.chunks import Finish
 from ..shared.control import Command, Inbox, Outcome, PauseMode
 from ..shared.errors import InvalidRequest, RequestError
+from ..shared.failpoints import failpoint
 from .adapters import Models, PoolAdapters
 from .interface import Engine, StepOutput
 from .updates import OURS, Args, Updates
@@ -79,10 +80,12 @@ class Controller:
             self._answer(*ended)
         if self._due():
             self._commands.extend(self._inbox.read())
+            failpoint("worker.obey")
             self._inbox.keep_state()
         while self._commands and not self._updates.busy:
             self._begin(self._commands.popleft())
         while self._unwritten:
+            failpoint("worker.answer")
             self._unwritten[0]()
             self._unwritten.popleft()
         lost, self._ended = self._ended, []

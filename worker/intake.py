@@ -7,6 +7,7 @@ import time
 
 from ..shared.chunks import Finish
 from ..shared.errors import ProtocolError, RequestError
+from ..shared.failpoints import failpoint
 from ..shared.job_queue import Claim, JobQueue
 from ..shared.token_stream import TokenStream
 from .adapters import PoolAdapters
@@ -99,6 +100,7 @@ class Intake:
     def _admit(self, claim: Claim) -> None:
         rid = claim.job.rid
         self._publisher.let_go(rid)  # our own lease on it may have run out, and we be the next to claim it
+        failpoint("worker.claimed")
         try:
             self._adapters.admit(claim.job)
             produced = self._tokens.read_ids(rid, claim.produced) if claim.produced else []
@@ -110,6 +112,7 @@ class Intake:
             log.error("%s", e, extra={"request_id": rid})
             self._fail(claim, Finish("error", message="The request's tokens were lost; send it again."))
             return
+        failpoint("worker.admitted")
         # Not before the engine has it: what an outage kept from it must not be held, for `recover` to give it back.
         self._publisher.hold(claim)
         if claim.suspect:

@@ -16,6 +16,7 @@ import time
 from ..shared import keys
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client
 from ..shared.errors import StoreUnavailable
+from ..shared.failpoints import failpoint
 from ..shared.job_queue import JobQueue
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
@@ -115,6 +116,7 @@ class Worker:
     def _listen(self, wait_s: float = 0.0) -> bool:
         """Hear of new jobs and commands, `wait_s` at most. Returns whether Redis is there."""
         try:
+            failpoint("worker.listen")
             for stream, newest in self._watch.news(self._hints | self._control.watched(), wait_s).items():
                 if stream in self._hints:
                     self._hints[stream] = newest
@@ -135,6 +137,7 @@ class Worker:
                 stats={**self._engine.stats(), **seconds},
             )
             try:
+                failpoint("worker.beat")
                 self._member.beat(self._client)
             except TRANSIENT as e:
                 self.note_outage(e)
@@ -162,6 +165,7 @@ class Worker:
     def _step(self) -> list[StepOutput]:
         if self._control.standing_still or not self._engine.has_work():
             return []
+        failpoint("worker.step")
         begun = time.monotonic()
         outputs = self._engine.step()
         self._pace.measure(time.monotonic() - begun)
@@ -182,6 +186,7 @@ class Worker:
         self._intake.hand_back()
         self._watch.close()
         try:
+            failpoint("worker.leave")
             self._member.leave(self._client)
             self._control.leave()
         except TRANSIENT as e:

@@ -8,6 +8,7 @@ import uuid
 from ..shared import logs
 from ..shared.clients import connect
 from ..shared.control import Inbox
+from ..shared.failpoints import failpoint
 from ..shared.job_queue import JobQueue
 from ..shared.model_card import ModelCard
 from ..shared.registry import Membership, ProcessInfo, ServedModels, take_slot
@@ -41,6 +42,7 @@ def run(settings: WorkerSettings) -> int:
     client = connect(settings.redis_url, "worker")
     member = Membership(ProcessInfo("worker", model=card.name))
     member.beat(client, LOADING_TTL_MS)
+    failpoint("worker.listed")
     try:
         engine = _load_engine(settings, card, tokenizer)
     except BaseException:
@@ -57,12 +59,14 @@ def run(settings: WorkerSettings) -> int:
         member.leave(client)
         raise
     models.serve(engine.card)
+    failpoint("worker.registered")
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
     consumer = f"{member.info.host}:{slot}"
     scripts, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
     queue = JobQueue(client, scripts, store.shards)
     queue.reap_consumers(engine.card.pool)
+    failpoint("worker.slot")
     worker = Worker(
         engine,
         queue,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...shared.errors import Fenced
+from ...shared.failpoints import failpoint
 from ...shared.model_card import ModelCard
 from .finalize import write_files
 from .lease import BatchLease
@@ -72,6 +73,7 @@ class BatchDriver:
         lease = await BatchLease.take(self._store, batch_id, secrets.token_hex(16), self._settings.batch_lease_s)
         if lease is None:
             return None
+        failpoint("batch.taken")
         try:
             await self._advance_or_lose(lease)
             return lease.batch if lease.batch.ended else await lease.release()
@@ -113,6 +115,7 @@ class BatchDriver:
                 return validate(stream, batch.endpoint, models, self._settings.max_batch_lines)
 
         found = await _holding(lease, asyncio.to_thread(check))
+        failpoint("batch.validated")
         if found.errors:
             await lease.fail(found.errors)
         else:
@@ -166,7 +169,9 @@ class BatchDriver:
             return
         folder = self._files.batch_folder(lease.batch.id)
         segment = await _holding(lease, asyncio.to_thread(write_segment, folder, name, lease.batch.id, results))
+        failpoint("batch.written")
         await lease.commit(segment)
+        failpoint("batch.committed")
 
     async def _sound_segments(self, lease: BatchLease) -> list[Segment]:
         """The committed segments; those that the disk lost are taken back, and their lines answered again."""
@@ -181,12 +186,14 @@ class BatchDriver:
         segments = await lease.segments()
         output, errors = await _holding(lease, write_files(self._files, lease.batch, segments))
         placed = [file for file in (output, errors) if file is not None]
+        failpoint("batch.placed")
         try:
             await lease.publish(output, errors)
         except Fenced:
             for file in placed:
                 self._files.path(file.id).unlink(missing_ok=True)
             raise
+        failpoint("batch.published")
 
 
 async def _holding(lease: BatchLease, work: Coroutine[Any, Any, T]) -> T:

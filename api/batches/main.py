@@ -15,6 +15,7 @@ from functools import partial
 from ...shared import logs
 from ...shared.clients import UNAVAILABLE, Client, connect
 from ...shared.errors import StoreUnavailable
+from ...shared.failpoints import failpoint
 from ...shared.registry import Membership, ProcessInfo
 from ...shared.signals import StopSignal
 from ...shared.store import Store, open_store
@@ -98,6 +99,7 @@ async def _sweep(stores: Stores) -> None:
                 clean_at = time.monotonic() + CLEAN_EVERY_S
                 await asyncio.to_thread(stores.files.remove_leftovers)
                 await stores.batches.remove_leftovers()
+            failpoint("batch.sweep")
             for batch in await stores.batches.due():
                 if await asyncio.to_thread(enqueue_slice, stores.rq, batch):
                     log.warning("%s was driven by nobody, and is enqueued again", batch.id)

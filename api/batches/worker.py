@@ -16,6 +16,7 @@ from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
 from ...shared.clients import UNAVAILABLE, Client
+from ...shared.failpoints import failpoint
 from .model import Batch
 from .slices import QUEUE, enqueue_slice
 
@@ -101,6 +102,7 @@ class DriverThread(threading.Thread):
         """One slice; a batch that has not ended is enqueued again, behind those that wait."""
         batch = asyncio.run(self._drive(batch_id))
         if batch is not None and not batch.ended:
+            failpoint("batch.enqueue")
             enqueue_slice(self._connection, batch)
 
 

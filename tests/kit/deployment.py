@@ -61,8 +61,8 @@ class Deployment:
             process.wait()
         self._listener.close()
 
-    def start(self, role: str, *flags: str) -> subprocess.Popen[bytes]:
-        """Start one process of a role."""
+    def start(self, role: str, *flags: str, failpoints: str = "") -> subprocess.Popen[bytes]:
+        """Start one process of a role. `failpoints`: what befalls it, as in HEADRACE_FAILPOINTS."""
         own = {
             "api": ("--fd", str(self._listener.fileno()), "--data-dir", str(self.folder / "data")),
             "batch": ("--data-dir", str(self.folder / "data")),
@@ -71,6 +71,7 @@ class Deployment:
         }
         log = self.folder / f"{role}-{len(self._processes)}.log"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+        environment["HEADRACE_FAILPOINTS"] = failpoints
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-c", RUN, role, "--redis-url", self.redis_url, *own[role], *flags],
