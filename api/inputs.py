@@ -26,9 +26,9 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]] | None) -> 
     if isinstance(prompt, str):
         return [prompt]
     assert prompt
-    if isinstance(prompt[0], int):
-        return [prompt]  # request models let nothing else stand beside an id
-    return cast(list[str | list[int]], prompt)
+    # Request models let nothing but ids stand beside an id.
+    prompts: Any = [prompt] if isinstance(prompt[0], int) else prompt
+    return cast(list[str | list[int]], prompts)
 
 
 def prompt_of(card: ModelCard, prompt: str | list[int], param: str, shared: Mapping[str, Any]) -> GenerateReqInput:

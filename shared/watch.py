@@ -35,11 +35,10 @@ class StreamWatch:
             TRANSIENT: Redis is away; the next call reads anew.
         """
         try:
-            if self._connection is None:
-                self._ask(after)
-            if not self._connection.can_read(wait_s):
+            connection = self._ask(after) if self._connection is None else self._connection
+            if not connection.can_read(wait_s):
                 return {}
-            reply = self._connection.read_response()
+            reply = connection.read_response()
         except BaseException:
             self.close()
             raise
@@ -52,9 +51,10 @@ class StreamWatch:
             self._connection.disconnect()
             self._give_back()
 
-    def _ask(self, after: Mapping[str, bytes]) -> None:
-        self._connection = self._client.connection_pool.get_connection()
-        self._connection.send_command("XREAD", "BLOCK", BLOCK_MS, "STREAMS", *after, *after.values())
+    def _ask(self, after: Mapping[str, bytes]) -> Any:
+        self._connection = connection = self._client.connection_pool.get_connection()
+        connection.send_command("XREAD", "BLOCK", BLOCK_MS, "STREAMS", *after, *after.values())
+        return connection
 
     def _give_back(self) -> None:
         connection, self._connection = self._connection, None

@@ -134,5 +134,9 @@ def test_a_hook_that_changes_nothing_changes_no_bit(act: str, dtype: WeightDtype
     assert isinstance(mlp, GatedMLP)
     x = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(1))
     before = mlp(x)
-    mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output + 0.0)
+
+    def unchanged(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.0
+
+    mlp.gate_proj.register_forward_hook(unchanged)
     assert torch.equal(mlp(x), before)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import triton
+from triton import knobs
 from triton.language import core
 from triton.language.core import is_builtin
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 
 
 _call_device_function = InterpretedFunction.__call__

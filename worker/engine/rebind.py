@@ -26,9 +26,11 @@ def rebind(model: nn.Module, name: str, kernel_for: Callable[[Any], Callable[...
     kernels: dict[Any, Callable[..., Any] | None] = {}
     for module in model.modules():
         forward: Any = inspect.unwrap(type(module).forward)
-        code: Any = getattr(forward, "__code__", None)
-        original = forward.__globals__.get(name) if code is not None and name in code.co_names else None
-        if original is None or "forward" in vars(module):
+        code: types.CodeType | None = getattr(forward, "__code__", None)
+        if code is None or name not in code.co_names or "forward" in vars(module):
+            continue
+        original = forward.__globals__.get(name)
+        if original is None:
             continue
         if original not in kernels:
             kernels[original] = kernel_for(original)
