@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from ..shared.chunks import TextChunk
 from ..shared.control import Answers, Kind
 from ..shared.messages import GenerateJob
 from ..shared.model_card import ModelCard
+from ..shared.overview import Overview
 from ..shared.registry import ProcessInfo
 from ..shared.text_stream import Position
 
@@ -41,6 +42,8 @@ class Queue(Protocol):
     async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None: ...
 
     async def unfinished(self, pool: str | None = None) -> list[str]: ...
+
+    async def overview(self, pools: Sequence[str]) -> Overview: ...
 
 
 class Feed(Protocol):

@@ -24,6 +24,7 @@ from ..shared.store import Store, open_store
 from .app import create_app
 from .batches.stores import open_stores
 from .errors import STORE_ERRORS
+from .metrics import Metrics
 from .middleware import request_id
 from .services import open_services
 from .settings import ApiSettings
@@ -72,7 +73,7 @@ async def _serve(settings: ApiSettings, store: Store, listener: socket.socket) -
     channel = f"api-{info.host}-{info.pid}-{uuid.uuid4().hex[:8]}"
     async with open_services(settings, store, channel) as services, open_stores(settings) as stores:
         server = Server(_config(settings, create_app(settings, services, stores)))
-        async with _listed(settings, info):
+        async with _listed(settings, info, services.metrics):
             log.info("listening on http://%s:%d", *listener.getsockname()[:2])
             await server.serve(sockets=[listener])
             log.info("no more requests; leaving")
@@ -133,11 +134,11 @@ def _listen(settings: ApiSettings) -> socket.socket:
 
 
 @asynccontextmanager
-async def _listed(settings: ApiSettings, info: ProcessInfo) -> AsyncIterator[None]:
+async def _listed(settings: ApiSettings, info: ProcessInfo, metrics: Metrics) -> AsyncIterator[None]:
     """Be listed among the deployment's processes for the time of the block."""
     client, membership = connect_async(settings.redis_url, "api-member", connections=2), Membership(info)
     membership.update("ready")
-    beats = asyncio.create_task(_beat(membership, client))
+    beats = asyncio.create_task(_beat(membership, client, metrics))
     try:
         yield
     finally:
@@ -150,8 +151,9 @@ async def _listed(settings: ApiSettings, info: ProcessInfo) -> AsyncIterator[Non
         await client.aclose()
 
 
-async def _beat(membership: Membership, client: AsyncClient) -> None:
+async def _beat(membership: Membership, client: AsyncClient, metrics: Metrics) -> None:
     while True:
+        membership.update(stats=metrics.stats())
         try:
             failpoint("api.beat")
             await membership.beat_async(client)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..shared.chunks import Usage
+from ..shared.overview import Overview
 from ..shared.registry import ProcessInfo
-from .worker_metrics import ProcessMetrics
+from .process_metrics import ProcessMetrics
+from .queue_metrics import QueueMetrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -40,6 +42,9 @@ class Metrics:
             "headrace_e2e_request_latency_seconds", "From the request to its end", ["model"],
             buckets=_SECONDS, registry=r,
         )  # fmt: skip
+        self.refused = Counter(
+            "headrace_refused_requests", "Requests answered 429, by error code", ["code"], registry=r
+        )
         self.open_streams = Gauge("headrace_open_streams", "Streams that clients read now", registry=r)
         self.open_requests = Gauge("headrace_open_requests", "Generation requests in flight here", registry=r)
 
@@ -50,6 +55,20 @@ class Metrics:
             self.cached_tokens.labels(model).inc(usage.cached_tokens)
         self.generation_tokens.labels(model).inc(usage.completion_tokens)
 
-    def page(self, processes: Sequence[ProcessInfo] = ()) -> bytes:
-        """This replica's own, and what the deployment's processes say of themselves."""
-        return generate_latest(self._registry) + generate_latest(ProcessMetrics(processes))
+    def page(self, processes: Sequence[ProcessInfo] = (), overview: Overview | None = None) -> bytes:
+        """This replica's own, what the deployment's processes say of themselves, and how the queue stands."""
+        pages = [generate_latest(self._registry), generate_latest(ProcessMetrics(processes))]
+        if overview is not None:
+            pages.append(generate_latest(QueueMetrics(overview)))
+        return b"".join(pages)
+
+    def stats(self) -> dict[str, float]:
+        """What this replica tells with its heartbeats."""
+        return {"open_streams": _sum(self.open_streams), "open_requests": _sum(self.open_requests),
+                "requests": _sum(self.requests), "refused": _sum(self.refused)}  # fmt: skip
+
+
+def _sum(metric: Counter | Gauge) -> float:
+    """Over all labels."""
+    samples = (sample for family in metric.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if not sample.name.endswith("_created"))

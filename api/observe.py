@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 from ..shared.chunks import TextChunk
+from ..shared.errors import Overloaded
 from .metrics import Metrics
 from .plan import Plan
 
@@ -54,13 +55,17 @@ class Observer:
 
     @contextmanager
     def request(self, plan: Plan) -> Iterator[Observation]:
-        """Observe one request until the block is left: `ok`, `cancelled` (its client went) or `error`."""
+        """Observe one request until the block is left: `ok`, `cancelled` (its client went), `refused` or `error`."""
         observation, outcome = Observation(self._metrics, plan), "ok"
         try:
             with self._metrics.open_requests.track_inprogress():
                 yield observation
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
+            raise
+        except Overloaded as e:
+            outcome = "refused"
+            self._metrics.refused.labels(e.code).inc()
             raise
         except BaseException:
             outcome = "error"

@@ -95,7 +95,13 @@ async def open_services(settings: InferenceSettings, store: Store, name: str) ->
     """
     override = load_template(settings.chat_template)
     client = connect_async(settings.redis_url, f"headrace-{name}")
-    queue = AsyncJobQueue(client, store.shards, memory=store.memory)
+    queue = AsyncJobQueue(
+        client,
+        store.shards,
+        memory=store.memory,
+        max_waiting=settings.max_waiting,
+        max_waiting_tenant=settings.max_waiting_tenant,
+    )
     try:
         async with TextFeed(client, store.shards, name) as feed:
             processes = RegisteredProcesses(client)

@@ -28,6 +28,8 @@ class InferenceSettings(FileSettings):
 
     keep_s: float = Field(600.0, gt=0, description="seconds a finished stream's text is kept for clients to resume")
     reader_lease_s: float = Field(20.0, gt=0, description="seconds until a dead replica's requests are cancelled")
+    max_waiting: int = Field(10_000, ge=1, description="choices that may wait in one lane of a model; beyond it is 429")
+    max_waiting_tenant: int = Field(10_000, ge=1, description="the same for one tenant (the name of its api key)")
     control_wait_s: float = Field(30.0, gt=0, description="seconds that workers get to obey a control route")
     load_wait_s: float = Field(600.0, gt=0, description="seconds that workers get to read new weights or an adapter")
 

@@ -124,7 +124,9 @@ class Detokenizer:
     def _keep_shards(self) -> None:
         if self._shards.due_in_s == 0:
             self._settle()  # what it says is of the leases before
-            self._member.update(shards=sorted(self._shards.epochs), streams=len(self._streams))
+            held = self._streams.shards
+            stats = {**self._streams.stats, "streams": len(self._streams), "shards": len(held)}
+            self._member.update(shards=sorted(self._shards.epochs), streams=len(self._streams), stats=stats)
             failpoint("detok.beat")
             self._member.beat(self._client)
             self._shards.keep()

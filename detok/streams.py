@@ -38,6 +38,7 @@ class Streams:
         self._vocabulary = vocabulary
         self._states: dict[str, DecodeState] = {}
         self.shards: set[int] = set()  # begun and not forgotten
+        self.stats = {"tokens": 0, "chunks": 0, "rereads": 0}  # published since the start; told with each heartbeat
 
     def __len__(self) -> int:
         return len(self._states)
@@ -105,7 +106,11 @@ class Streams:
         again = []
         for write, published in self._text.finish_publish():
             self._settle(write.chunk, published)
-            if published is Published.MISPLACED:
+            if published is Published.OK:
+                self.stats["tokens"] += write.after - write.before
+                self.stats["chunks"] += write.visible
+            elif published is Published.MISPLACED:
+                self.stats["rereads"] += 1
                 again.append(write.chunk.rid)
         return again
 

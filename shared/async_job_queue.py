@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import redis.exceptions
 
@@ -15,8 +16,23 @@ from .failpoints import failpoint
 from .ids import choices, shard_in
 from .job_queue import by_shard
 from .messages import LANES, GenerateJob
+from .overview import Overview, read_async
 from .scripts import AsyncScripts, Call
 from .store import ADMIT_BELOW
+
+UNMEASURED_S = 15.0  # told to who is refused where nothing moves by which to tell
+LONGEST_WAIT_S = 120
+
+
+def retry_after_s(n: int, waiting: int, taken_per_s: float) -> int:
+    """When to come again to a full queue, in whole seconds: once a tenth of what waits was taken, and `n` at least, at
+    the rate at which workers took lately. Room for one alone would have all that were refused come back for it."""
+    room = max(n, waiting // 10)
+    return _whole_seconds(room / taken_per_s if taken_per_s > 0 else UNMEASURED_S)
+
+
+def _whole_seconds(seconds: float) -> int:
+    return max(1, math.ceil(min(seconds, LONGEST_WAIT_S)))
 
 
 class AsyncJobQueue:
@@ -24,7 +40,7 @@ class AsyncJobQueue:
 
     Args:
         memory: bytes that Redis may use; the door closes at `ADMIT_BELOW` of them. 0: it never does.
-        max_waiting: how many choices may wait in one lane of one pool, in all.
+        max_waiting: how many choices may wait in one lane of one pool, in all; roughly, for each shard has a share.
         max_waiting_tenant: the same for one tenant.
     """
 
@@ -42,10 +58,11 @@ class AsyncJobQueue:
         self.shards = shards
         self._memory = memory
         self._memory_used = 0
+        self._memory_falls = 0.0  # bytes a second, by the last two readings
         self._memory_read_at = float("-inf")
         # Requests spread over the shards by hash, so a shard's share has room for an uneven hand.
-        self._max_lane = max(64, 2 * max_waiting // shards)
-        self._max_tenant = max(64, 2 * max_waiting_tenant // shards)
+        self._max_lane = max(1, -(-2 * max_waiting // shards))
+        self._max_tenant = max(1, -(-2 * max_waiting_tenant // shards))
 
     async def submit(
         self,
@@ -72,18 +89,21 @@ class AsyncJobQueue:
 
         Raises:
             Overloaded: the queue or the memory is full.
+            InvalidRequest: more choices than may ever wait at once.
             Unavailable: Redis does not answer.
         """
+        if n > min(self._max_lane, self._max_tenant):
+            raise InvalidRequest(f"{n} choices are more than may wait at once.", param="n")
         await self._check_memory()
         shard, seed = shard_in(job.rid), job.sampling.sampling_seed
         if seed is None:
             raise InvalidRequest("A job has no seed: the api chooses one.", param="seed")
-        expected = min(job.sampling.max_new_tokens or 0, 512)  # the most that fairness charges in advance
+        expected = min(job.sampling.max_new_tokens or 0, 512)  # charged in advance; what it takes settles it
         lease = "" if reader_lease_s is None else int(reader_lease_s * 1000)
         args = (
             *(job.rid, n, job.pool, job.lane, job.tenant, int(deadline_s * 1000), lease, int(keep_s * 1000), reader),
             *(len(job.input_ids) + expected, seed, self._max_lane, self._max_tenant),
-            *(job.decode_params().encode(), job.encode(), plan),
+            *(job.decode_params().encode(), job.encode(), plan, expected),
         )
         try:
             reply = await self._scripts.call(Call("submit", shard, args))
@@ -93,22 +113,30 @@ class AsyncJobQueue:
         except StoreUnavailable as e:
             raise Unavailable("The queue does not answer; try again later.") from e
         if reply[0] == b"full":
-            raise Overloaded(f"The queue is full: {reply[1]} requests wait; try again later.", retry_after_s=2)
+            waiting, taken_per_s = int(reply[1]), float(reply[2])
+            wait_s = retry_after_s(n, waiting, taken_per_s)
+            raise Overloaded(f"The queue is full: {waiting} requests wait; try again later.", retry_after_s=wait_s)
         return choices(job.rid, n)
 
     async def _check_memory(self) -> None:
         """Refuse while there is still room to finish what runs. Memory is read once a second at most."""
         if not self._memory:
             return
-        if time.monotonic() - self._memory_read_at > 1.0:
-            self._memory_read_at = time.monotonic()
+        now = time.monotonic()
+        if now - self._memory_read_at > 1.0:
+            since_s, self._memory_read_at = now - self._memory_read_at, now
             try:
                 failpoint("api.memory")
-                self._memory_used = int((await self._client.info("memory"))["used_memory"])
+                used = int((await self._client.info("memory"))["used_memory"])
             except TRANSIENT as e:
                 raise Unavailable("The queue does not answer; try again later.") from e
-        if self._memory_used > ADMIT_BELOW * self._memory:
-            raise Overloaded("The queue's memory is nearly full; try again later.", retry_after_s=5, code="memory_full")
+            self._memory_falls, self._memory_used = (self._memory_used - used) / since_s, used
+        above = self._memory_used - ADMIT_BELOW * self._memory
+        if above > 0:
+            wait_s = _whole_seconds(above / self._memory_falls if self._memory_falls > 0 else UNMEASURED_S)
+            raise Overloaded(
+                "The queue's memory is nearly full; try again later.", retry_after_s=wait_s, code="memory_full"
+            )
 
     async def cancel(self, rids: Iterable[str], reason: str = "The request was cancelled.") -> int:
         """End requests. Returns how many were still generating."""
@@ -152,6 +180,10 @@ class AsyncJobQueue:
         failpoint("api.plan")
         value: bytes | None = await self._client.hget(keys.request(shard, f"{family}.0"), "an")
         return value
+
+    async def overview(self, pools: Sequence[str]) -> Overview:
+        """How the queue stands, with the lanes of these pools."""
+        return await read_async(self._client, self.shards, pools)
 
     async def waiting(self, pool: str) -> dict[str, int]:
         """How many choices wait, by lane."""

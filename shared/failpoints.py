@@ -27,7 +27,7 @@ import redis.exceptions
 from .errors import ConfigError
 
 VARIABLE = "HEADRACE_FAILPOINTS"
-SCRIPTS = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep")
+SCRIPTS = ("submit", "pull", "append", "release", "cancel", "touch", "lease", "publish", "sweep", "overview")
 PLACES = ("send", "sent", "reply")  # an asyncio client sends and reads at once: it has no `sent`
 
 POINTS = {

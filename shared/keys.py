@@ -7,7 +7,8 @@ All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster
     hr:{s}:tq:<pool>:<lane>:<tenant> list     waiting rids of one tenant
     hr:{s}:sq:<pool>                 list     waiting rids whose next death is their last, of all lanes
     hr:{s}:tv:<pool>:<lane>          zset     tenants that wait, by virtual token time
-    hr:{s}:depth:<pool>              hash     lane → waiting; `clock:<lane>` → virtual time of the last one served
+    hr:{s}:depth:<pool>              hash     lane → waiting; `clock:<lane>` → virtual time of the last one served;
+                                              `taken:<lane>`, `taken_at:<lane>` → taken a second, as of (ms)
     hr:{s}:jobs:<pool>:<lane>        stream   what workers hold now, group `workers`; one entry per running rid
     hr:{s}:new:<pool>                stream   hint for idle workers; trimmed
     hr:{s}:r:<rid>                   hash     the request: fields below
@@ -40,7 +41,7 @@ and those that follow, where it is another than before (at first: `default`); th
 Entries of `x:<rid>`: `d` text, `m` the rest of its TextChunk (JSON).
 
 Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
-    v    version of the fields
+    v    version of the fields                                               at  when it was accepted
     st   q waiting · run at a worker · gd generated, text not all out · done
     n    tokens produced          c   tokens consumed by the detokenizer      o   bytes of text published
     xk   seq of the last text entry at offset o
@@ -48,6 +49,7 @@ Fields of `r:<rid>` (times in ms of Redis TIME; empty means none)
     cn   n at the last claim       att claims in a row that made no token     jid entry in `jobs`
     cx   a Finish: end at the next append                                    dl  deadline
     pl, ln, tn  pool, lane, tenant     ct cost in tokens for fairness        sd  seed
+    ex   output tokens among ct, until it is known how many they are
     rd   reader lease until        to  reader: the api replica to push to     kp  ms to keep the text once done
     dc   DecodeParams              ds  the detokenizer's state as of c and o
     an   how the api answers a stream (api/plan.py), with choice 0

@@ -20,11 +20,13 @@ from headrace.shared.chunks import Finish, TextLogprob
 from headrace.shared.control import Outcome
 from headrace.shared.errors import Overloaded, StoreUnavailable, Unavailable
 from headrace.shared.messages import GenerateJob
+from headrace.shared.overview import COUNTERS
 from headrace.shared.registry import ProcessInfo
 from kit.fake_backend import FakeBackend, Step, app, card, say
 from kit.loopback import serve
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "m", "messages": HI}
@@ -526,6 +528,27 @@ def test_metrics_count_what_happened(api: Api) -> None:
     assert value("headrace_prompt_tokens_total") == prompts + 3
     assert value("headrace_open_requests") == 0
     assert value("headrace_time_to_first_token_seconds_count") > 0
+
+
+def test_metrics_show_the_queue_and_what_was_refused(api: Api) -> None:
+    def samples() -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(api.http.get("/metrics").text)
+        return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+    before = samples()
+    assert before["headrace_queue_waiting", "m", "std"] == len(api.backend.jobs)
+    assert before["headrace_queue_oldest_seconds", "batch", "m"] == 0
+    assert before["headrace_shards", "leased"] == 2
+    assert {f"headrace_queue_{name}_total" for name in COUNTERS} <= {name for name, *_ in before}
+    api.backend.error = Overloaded("full", retry_after_s=7)
+    try:
+        api.http.post("/v1/completions", json={"model": "m", "prompt": "x"})
+    finally:
+        api.backend.error = None
+    after = samples()
+    refused = "headrace_refused_requests_total", "queue_full"
+    assert after[refused] == before.get(refused, 0) + 1
+    assert after["headrace_requests_total", "/v1/completions", "m", "refused"] >= 1
 
 
 def test_the_document_describes_the_bodies(api: Api) -> None:

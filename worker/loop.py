@@ -134,7 +134,7 @@ class Worker:
             self._member.update(
                 running=len(self._publisher.held),
                 free_slots=self._engine.free_slots(),
-                stats={**self._engine.stats(), **seconds},
+                stats={**self._engine.stats(), **seconds, **self._publisher.leases()},
             )
             try:
                 failpoint("worker.beat")

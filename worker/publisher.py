@@ -35,6 +35,12 @@ class Publisher:
         """Whether every request has published a token since its claim: none would be charged for our death."""
         return not any(held.fresh for held in self.held.values())
 
+    def leases(self) -> dict[str, float]:
+        """Seconds since the renewal that lies farthest back, and seconds that a lease lasts."""
+        now = time.monotonic()
+        oldest = min((held.renewed_at for held in self.held.values()), default=now)
+        return {"lease_age_s": round(now - oldest, 3), "lease_s": self._pace.lease_s}
+
     def hold(self, claim: Claim) -> None:
         """The engine has it: its tokens go out from here on."""
         told = "" if claim.produced else DEFAULT_VERSION

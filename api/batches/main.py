@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 
 from ...shared import logs
@@ -58,7 +59,7 @@ async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
             membership.update("ready")
             log.info("driving up to %d batches at once", len(drivers))
             while not stop.draining and not sweeper.done() and all(driver.is_alive() for driver in drivers):
-                await _beat(membership, client)
+                await _beat(membership, client, drivers)
             # One of them has died of a mistake of ours; whoever supervises starts us again.
             failed = not stop.draining
             await _end(sweeper)
@@ -66,7 +67,7 @@ async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
             for driver in drivers:
                 driver.stop()
             while not stop.immediate and any(driver.is_alive() for driver in drivers):
-                await _beat(membership, client)
+                await _beat(membership, client, drivers)
             _leave(membership, client)
     return 1 if failed else 0
 
@@ -116,8 +117,10 @@ async def _end(sweeper: asyncio.Task[None]) -> None:
         log.error("the sweep died", exc_info=died_of)
 
 
-async def _beat(membership: Membership, client: Client) -> None:
+async def _beat(membership: Membership, client: Client, drivers: Sequence[DriverThread]) -> None:
     if membership.due():
+        driving, slices = sum(driver.driving for driver in drivers), sum(driver.slices for driver in drivers)
+        membership.update(stats={"driving": driving, "slices": slices})
         try:
             await asyncio.to_thread(membership.beat, client)
         except UNAVAILABLE as e:

@@ -71,6 +71,8 @@ class DriverThread(threading.Thread):
         self._connection = connection
         self._drive = drive
         self._stopping = threading.Event()
+        self.driving = False
+        self.slices = 0  # driven since the start
 
     def stop(self) -> None:
         """Take no further slice; the one that runs ends by itself."""
@@ -100,7 +102,12 @@ class DriverThread(threading.Thread):
 
     def drive(self, batch_id: str) -> None:
         """One slice; a batch that has not ended is enqueued again, behind those that wait."""
-        batch = asyncio.run(self._drive(batch_id))
+        self.driving = True
+        try:
+            batch = asyncio.run(self._drive(batch_id))
+        finally:
+            self.driving = False
+            self.slices += 1
         if batch is not None and not batch.ended:
             failpoint("batch.enqueue")
             enqueue_slice(self._connection, batch)

@@ -70,13 +70,16 @@ async def _served_model(backend: Backend) -> str:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """What this replica counts and what the workers say of themselves, for Prometheus."""
+    """What this replica counts, how the queue stands, and what every role says of itself, for Prometheus."""
     services = services_of(request)
+    backend = services.backend
     try:
-        processes = await services.backend.processes.alive()
+        processes = await backend.processes.alive()
+        pools = sorted({card.pool for card in (await backend.models.all()).values()})
+        overview = await backend.queue.overview(pools)
     except STORE_ERRORS:
-        processes = []  # what this replica counts is there all the same
-    return Response(services.metrics.page(processes), media_type=CONTENT_TYPE)
+        processes, overview = [], None  # what this replica counts is there all the same
+    return Response(services.metrics.page(processes, overview), media_type=CONTENT_TYPE)
 
 
 @router.get("/server_info")

@@ -24,10 +24,16 @@ local function write(rid, h, from, added, ids, logprobs, cached, prompt, weights
   h.n = to
 end
 
+-- The tenant was charged for the tokens that it was expected to take: now it is known how many it took.
+local function settle(h, tenant, expected)
+  if not expected then return end
+  redis.call('ZADD', P .. 'tv:' .. h.pl .. ':' .. h.ln, 'XX', 'INCR', h.n - expected, tenant)
+end
+
 local function one(i)
   local rid, from, added, fin = ARGV[i], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 9]
   local key = P .. 'r:' .. rid
-  local f = redis.call('HMGET', key, 'st', 'ep', 'ow', 'n', 'cx', 'jid', 'pl', 'ln')
+  local f = redis.call('HMGET', key, 'st', 'ep', 'ow', 'n', 'cx', 'jid', 'pl', 'ln', 'tn', 'ex')
   local h = {st = f[1], n = f[4], cx = f[5], jid = f[6], pl = f[7], ln = f[8]}
   if not h.st or h.st == 'done' then return -2 end
   if f[2] ~= ARGV[i + 1] then count('fenced') return -1 end
@@ -48,6 +54,7 @@ local function one(i)
   end
   redis.call('HSET', key, 'n', h.n)
   finish(rid, h, fin, added == 0 and ARGV[i + 7] or '')
+  settle(h, f[9], f[10])
   return fin == ARGV[i + 9] and 1 or 2
 end
 

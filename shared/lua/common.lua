@@ -11,6 +11,15 @@ local function count(what, by)
   redis.call('HINCRBY', P .. 'count', what, by or 1)
 end
 
+-- How many requests of a lane leave its queue for workers, a second: each counts for about this long, less and less.
+local TAKEN_MS = 30000
+
+local function taken_per_s(depth, lane, now)
+  local f = redis.call('HMGET', depth, 'taken:' .. lane, 'taken_at:' .. lane)
+  if not f[1] then return 0 end
+  return f[1] * math.exp((f[2] - now) / TAKEN_MS)
+end
+
 -- A request's hash as a table; nil when there is none.
 local function load(rid)
   local flat = redis.call('HGETALL', P .. 'r:' .. rid)

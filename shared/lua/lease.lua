@@ -4,7 +4,7 @@
 local key, now = P .. 'lease', clock_ms()
 local l = redis.call('HMGET', key, 'owner', 'epoch', 'until')
 if ARGV[2] == '0' then
-  if l[1] == ARGV[1] then redis.call('HSET', key, 'owner', '', 'until', 0) end
+  if l[1] == ARGV[1] then redis.call('HSET', key, 'owner', '', 'until', now) end
   return 0
 end
 if l[1] == ARGV[1] then

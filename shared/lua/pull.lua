@@ -3,7 +3,7 @@
 -- ARGV: pool owner consumer slots lease_ms lane…      (the lane `suspect` holds those whose next death is their last)
 -- Replies a list of {rid, epoch, tokens published, attempts, seed, body}.
 local pool, owner, consumer, slots = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local now, out = clock_ms(), {}
+local now, out, taken = clock_ms(), {}, {}
 
 local function next_suspect()
   while true do
@@ -32,7 +32,8 @@ local function next_waiting(lane)
       redis.call('HSET', depth, 'clock:' .. lane, vtime)
       local h = load(rid)
       if h and h.st == 'q' then
-        redis.call('ZINCRBY', vtimes, h.ct, tenant)
+        -- Once: what another worker's death costs is not the tenant's.
+        if tonumber(h.ep) == 0 then redis.call('ZINCRBY', vtimes, h.ct, tenant) end
         return rid, h
       end
     end
@@ -56,6 +57,7 @@ for i = 6, #ARGV do
   while #out < slots do
     local rid, h = next_waiting(ARGV[i])
     if not rid then break end
+    taken[h.ln] = (taken[h.ln] or 0) + 1
     local body = redis.call('HGET', P .. 'b:' .. string.match(rid, '^(.*)%.'), 'body')
     if h.cx ~= '' then
       finish(rid, h, h.cx)
@@ -68,5 +70,10 @@ for i = 6, #ARGV do
       claim(rid, h, body)
     end
   end
+end
+for lane, n in pairs(taken) do
+  local depth = P .. 'depth:' .. pool
+  local rate = taken_per_s(depth, lane, now) + n * 1000 / TAKEN_MS
+  redis.call('HSET', depth, 'taken:' .. lane, tostring(rate), 'taken_at:' .. lane, now)
 end
 return out

@@ -18,8 +18,9 @@ from headrace.shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from headrace.shared.control import Answers, Kind, Outcome
 from headrace.shared.errors import ModelNotFound, StreamGone
 from headrace.shared.ids import choices, shard_in
-from headrace.shared.messages import GenerateJob
+from headrace.shared.messages import LANES, GenerateJob
 from headrace.shared.model_card import ModelCard
+from headrace.shared.overview import COUNTERS, LaneState, Overview
 from headrace.shared.registry import ProcessInfo
 from headrace.shared.text_stream import Position
 from kit.tokenizers import byte_level
@@ -114,6 +115,10 @@ class FakeBackend:
     async def touch(self, rids: Iterable[str], *, reader_lease_s: float | None, reader: str) -> dict[str, bool]:
         self.touched += rids
         return {rid: rid in self.texts for rid in rids}
+
+    async def overview(self, pools: Sequence[str]) -> Overview:
+        lanes = {(pool, lane): LaneState(waiting=len(self.jobs)) for pool in pools for lane in LANES}
+        return Overview(dict.fromkeys(COUNTERS, 0), lanes, len(self.jobs), 0.0, 0, 0, self.shards, 0, 0.0)
 
     async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None:
         self.left += [(rid, grace_s) for rid in rids]

@@ -1,4 +1,4 @@
-"""What workers say of themselves with their heartbeats, in Prometheus' terms. Every api replica shows all of them."""
+"""What the roles say of themselves with their heartbeats, in Prometheus' terms. Every api replica shows all of them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..shared.registry import ProcessInfo
-
-LABELS = ("model", "worker")  # a worker by host and slot: names that its successor takes over
+from ..shared.registry import ProcessInfo, Role
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric, and the value of its third label for each of the workers' numbers that it shows."""
+    """A metric of one role, and the value of its last label for each of the processes' numbers that it shows."""
 
     name: str
     help: str
     numbers: Mapping[str, str]
     label: str = ""
     counts: bool = True
+    role: Role = "worker"
 
 
 FAMILIES = (
@@ -57,6 +56,20 @@ FAMILIES = (
     ),
     Family("headrace_worker_kv_blocks", "Blocks of the K/V pool", {"kv_blocks": ""}, counts=False),
     Family("headrace_worker_kv_blocks_used", "Blocks that sequences own", {"kv_blocks_used": ""}, counts=False),
+    Family(
+        "headrace_worker_lease_age_seconds",
+        "Since the lease of a held request was renewed, at most",
+        {"lease_age_s": ""},
+        counts=False,
+    ),
+    Family("headrace_worker_lease_seconds", "The lease that it asks for", {"lease_s": ""}, counts=False),
+    Family("headrace_detok_tokens", "Tokens decoded and published", {"tokens": ""}, role="detok"),
+    Family("headrace_detok_chunks", "Chunks of text published", {"chunks": ""}, role="detok"),
+    Family("headrace_detok_rereads", "Choices read anew: Redis held another position", {"rereads": ""}, role="detok"),
+    Family("headrace_detok_streams", "Choices being decoded", {"streams": ""}, counts=False, role="detok"),
+    Family("headrace_detok_shards", "Shards leased", {"shards": ""}, counts=False, role="detok"),
+    Family("headrace_batch_slices", "Slices of batches driven", {"slices": ""}, role="batch"),
+    Family("headrace_batch_driving", "Batches being driven now", {"driving": ""}, counts=False, role="batch"),
 )
 
 
@@ -68,9 +81,8 @@ class ProcessMetrics:
 
     def collect(self) -> Iterator[Metric]:
         yield self._states()
-        workers = [process for process in self._processes if process.role == "worker" and "stats" in process.extra]
         for family in FAMILIES:
-            yield _metric(family, workers)
+            yield _metric(family, (p for p in self._processes if p.role == family.role and "stats" in p.extra))
 
     def _states(self) -> Metric:
         metric = GaugeMetricFamily("headrace_processes", "Live processes", labels=("role", "state"))
@@ -79,12 +91,20 @@ class ProcessMetrics:
         return metric
 
 
-def _metric(family: Family, workers: Iterable[ProcessInfo]) -> Metric:
+def _names(process: ProcessInfo) -> dict[str, str]:
+    """The labels that tell it from others: a worker's are host and slot, which its successor takes over."""
+    if process.role == "worker":
+        return {"model": process.model or "", "worker": f"{process.host}:{process.extra.get('slot', '')}"}
+    return {"process": f"{process.host}:{process.pid}"}
+
+
+def _metric(family: Family, processes: Iterable[ProcessInfo]) -> Metric:
     kind = CounterMetricFamily if family.counts else GaugeMetricFamily
-    metric = kind(family.name, family.help, labels=(*LABELS, family.label) if family.label else LABELS)
-    for worker in workers:
-        names = (worker.model or "", f"{worker.host}:{worker.extra.get('slot', '')}")
+    own = ("model", "worker") if family.role == "worker" else ("process",)
+    metric = kind(family.name, family.help, labels=(*own, family.label) if family.label else own)
+    for process in processes:
+        names = tuple(_names(process).values())
         for number, value in family.numbers.items():
-            if number in worker.extra["stats"]:
-                metric.add_metric((*names, value) if family.label else names, worker.extra["stats"][number])
+            if number in process.extra["stats"]:
+                metric.add_metric((*names, value) if family.label else names, process.extra["stats"][number])
     return metric
