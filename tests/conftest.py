@@ -100,6 +100,11 @@ loglevel warning
                     time.sleep(0.01)
         raise AssertionError("the test's Redis does not answer after 10 s")
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()

@@ -39,6 +39,12 @@ class Deployment:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    def script_of(self, name: str, scripts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+        """Flags of a worker that follows other lines than the rest: who wrote what can be read in the text."""
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, scripts)))
+        return ("--scripted", str(path))
+
     def _script(self, folder: Path, scripts: Sequence[dict[str, Any]]) -> None:
         self.tokenizer = byte_level()
         self.model = folder / "m"
@@ -61,8 +67,13 @@ class Deployment:
             process.wait()
         self._listener.close()
 
-    def start(self, role: str, *flags: str, failpoints: str = "") -> subprocess.Popen[bytes]:
-        """Start one process of a role. `failpoints`: what befalls it, as in HEADRACE_FAILPOINTS."""
+    def start(self, role: str, *flags: str, failpoints: str = "", clock_off_s: int = 0) -> subprocess.Popen[bytes]:
+        """Start one process of a role.
+
+        Args:
+            failpoints: what befalls it, as in HEADRACE_FAILPOINTS.
+            clock_off_s: how far its wall clock is off.
+        """
         own = {
             "api": ("--fd", str(self._listener.fileno()), "--data-dir", str(self.folder / "data")),
             "batch": ("--data-dir", str(self.folder / "data")),
@@ -74,7 +85,16 @@ class Deployment:
         environment["HEADRACE_FAILPOINTS"] = failpoints
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-c", RUN, role, "--redis-url", self.redis_url, *own[role], *flags],
+                [
+                    sys.executable,
+                    "-c",
+                    _clock(clock_off_s) + RUN,
+                    role,
+                    "--redis-url",
+                    self.redis_url,
+                    *own[role],
+                    *flags,
+                ],
                 stderr=stderr,
                 cwd=self.folder,
                 env=environment,
@@ -97,6 +117,10 @@ class Deployment:
     def logs(self) -> str:
         """What all processes have said so far."""
         return "\n".join(f"-- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+
+def _clock(off_s: int) -> str:
+    return f"import time; now = time.time; time.time = lambda: now() + {off_s}; " if off_s else ""
 
 
 def terminate(process: subprocess.Popen[bytes]) -> int:
