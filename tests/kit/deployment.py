@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from kit.tokenizers import byte_level
@@ -57,7 +57,7 @@ class Deployment:
         (folder / "scripts.jsonl").write_text("\n".join(map(json.dumps, scripts)))
         self._worker_flags = ("--model", f"m={self.model}", "--scripted", str(folder / "scripts.jsonl"))
 
-    def __enter__(self) -> Deployment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
