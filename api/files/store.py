@@ -22,6 +22,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -192,12 +193,13 @@ class FileStore:
         limit = time.time() - LEFTOVER_S
         for name in ("incoming", "uploads"):
             for path in (self.folder / name).iterdir():
-                if path.stat().st_mtime >= limit:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # another replica removes them, too, or they are complete now
+                    if path.stat().st_mtime >= limit:
+                        continue
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    else:
+                        path.unlink()
 
     async def _find(self, file_id: str) -> FileObject | None:
         fields = await cast("Awaitable[dict[bytes, bytes]]", self.redis.hgetall(file_key(file_id)))
