@@ -20,7 +20,7 @@ from ..shared.clients import AsyncClient, connect_async
 from ..shared.errors import ConfigError
 from ..shared.failpoints import failpoint
 from ..shared.registry import Membership, ProcessInfo
-from ..shared.store import Store, open_store
+from ..shared.store import Store, check_control, open_store
 from .app import create_app
 from .batches.stores import open_stores
 from .errors import STORE_ERRORS
@@ -63,6 +63,7 @@ def run(settings: ApiSettings) -> int:
     _set_up_logs(settings)
     _allow_many_connections()
     store = open_store(settings)
+    check_control(settings)
     with _listen(settings) as listener, asyncio.Runner(loop_factory=_config(settings).get_loop_factory()) as runner:
         runner.run(_serve(settings, store, listener))
     return 0

@@ -10,7 +10,7 @@ import redis.exceptions
 
 from . import keys
 from .chunks import Finish
-from .clients import TRANSIENT, AsyncClient, as_overloaded
+from .clients import TRANSIENT, AsyncClient, as_overloaded, nodes_async
 from .errors import InvalidRequest, Overloaded, StoreUnavailable, Unavailable
 from .failpoints import failpoint
 from .ids import choices, shard_in
@@ -127,7 +127,8 @@ class AsyncJobQueue:
             since_s, self._memory_read_at = now - self._memory_read_at, now
             try:
                 failpoint("api.memory")
-                used = int((await self._client.info("memory"))["used_memory"])
+                infos = [await node.info("memory") for node in await nodes_async(self._client)]
+                used = max(int(info["used_memory"]) for info in infos)  # of a cluster, the fullest node
             except TRANSIENT as e:
                 raise Unavailable("The queue does not answer; try again later.") from e
             self._memory_falls, self._memory_used = (self._memory_used - used) / since_s, used

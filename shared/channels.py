@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from .clients import Client
+import redis.exceptions
+
+from .clients import Client, is_cluster, node_of
+from .listening import readable
 
 AT_ONCE = 1000  # messages that one call returns at most: a flood must not keep its loop from everything else
 
 
+class Dialect:
+    """How channels are spoken of: a cluster's are sharded, each heard at the node of its slot alone."""
+
+    def __init__(self, sharded: bool) -> None:
+        prefix = "S" if sharded else ""
+        self.subscribe, self.unsubscribe = f"{prefix}SUBSCRIBE", f"{prefix}UNSUBSCRIBE"
+        self.message = b"smessage" if sharded else b"message"
+        self.taken_away = b"sunsubscribe" if sharded else b""
+        self.sharded = sharded
+
+    def commands(self, verb: str, names: Collection[str]) -> list[tuple[str, ...]]:
+        """One for all names, or one for each where they may be of several slots."""
+        return [(verb, name) for name in names] if self.sharded else [(verb, *names)]
+
+    def heard(self, reply: Any) -> bytes | None:
+        """What a message says; None for a confirmation.
+
+        Raises:
+            redis.exceptions.ConnectionError: the channel's slot went to another node.
+        """
+        if reply[0] == self.message:
+            return bytes(reply[2])
+        if reply[0] == self.taken_away:
+            raise redis.exceptions.ConnectionError(f"the slot of {reply[1].decode()} went to another node")
+        return None
+
+
 class Channels:
-    """Subscriptions on a connection of their own. What is said while it is broken is lost, and `messages` has raised.
+    """Subscriptions on connections of their own. What is said while one is broken is lost, and `messages` has raised.
 
     Args:
         client: of `clients.connect`.
@@ -20,7 +50,8 @@ class Channels:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._connection: Any = None
+        self._dialect = Dialect(is_cluster(client))
+        self._connections: dict[Any, Any] = {}  # by the server's pool
         self._early: deque[bytes] = deque()  # messages that came before a confirmation
 
     def subscribe(self, names: Collection[str]) -> None:
@@ -29,12 +60,12 @@ class Channels:
         Raises:
             TRANSIENT: Redis is away, and no channel is subscribed any more.
         """
-        self._change("SUBSCRIBE", names)
+        self._change(self._dialect.subscribe, names)
 
     def unsubscribe(self, names: Collection[str]) -> None:
         """Hear these no more. Raises as `subscribe`."""
-        if self._connection is not None:
-            self._change("UNSUBSCRIBE", names)
+        if self._connections:
+            self._change(self._dialect.unsubscribe, names)
 
     def messages(self, wait_s: float) -> list[bytes]:
         """What was said since the last call; waits for the first message, `wait_s` at most.
@@ -42,12 +73,15 @@ class Channels:
         Raises:
             TRANSIENT: Redis is away, and no channel is subscribed any more.
         """
-        assert self._connection is not None, "subscribe first: nobody would speak"
+        assert self._connections, "subscribe first: nobody would speak"
+        connections = list(self._connections.values())
         heard = list(self._early)
         self._early.clear()
         try:
-            while len(heard) < AT_ONCE and self._connection.can_read(0 if heard else wait_s):
-                heard += self._receive()
+            while len(heard) < AT_ONCE and (ready := readable(connections, 0 if heard else wait_s)):
+                for connection in ready:
+                    said = self._dialect.heard(connection.read_response())
+                    heard += [said] if said is not None else []
         except BaseException:
             self.close()
             raise
@@ -56,26 +90,34 @@ class Channels:
     def close(self) -> None:
         """Hear nothing more."""
         self._early.clear()
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
+        for pool, connection in self._connections.items():
             connection.disconnect()  # a subscribed one is of no use to anybody else
-            self._client.connection_pool.release(connection)
+            pool.release(connection)
+        self._connections = {}
 
-    def _change(self, command: str, names: Collection[str]) -> None:
+    def _change(self, verb: str, names: Collection[str]) -> None:
         try:
-            if self._connection is None:
-                self._connection = self._client.connection_pool.get_connection()
-            self._connection.send_command(command, *names)
-            kind, missing = command.lower().encode(), len(names)
-            while missing:
-                reply = self._connection.read_response()
-                if reply[0] == b"message":
-                    self._early.append(reply[2])
-                missing -= reply[0] == kind
+            for connection, group in self._by_server(names):
+                for command in self._dialect.commands(verb, group):
+                    connection.send_command(*command)
+                self._confirm(connection, verb.lower().encode(), len(group))
         except BaseException:
             self.close()
             raise
 
-    def _receive(self) -> list[bytes]:
-        kind, _, data = self._connection.read_response()
-        return [data] if kind == b"message" else []
+    def _confirm(self, connection: Any, kind: bytes, missing: int) -> None:
+        while missing:
+            reply = connection.read_response()
+            if reply[0] == kind:
+                missing -= 1
+            elif (said := self._dialect.heard(reply)) is not None:
+                self._early.append(said)
+
+    def _by_server(self, names: Collection[str]) -> Iterator[tuple[Any, list[str]]]:
+        groups: dict[Any, list[str]] = {}
+        for name in names:
+            groups.setdefault(node_of(self._client, name).connection_pool, []).append(name)
+        for pool, group in groups.items():
+            if pool not in self._connections:
+                self._connections[pool] = pool.get_connection()
+            yield self._connections[pool], group

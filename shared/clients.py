@@ -1,14 +1,18 @@
-"""Connections to Redis, and what stands between them and the rest: no command is ever repeated by the library.
+"""Clients of Redis, and what stands between them and the rest: no command is ever repeated by the library.
 
 redis-py 8 repeats any command up to ten times, also one that ran and whose reply was lost. Here nothing is repeated
 but the scripts, each of which may run twice and change nothing the second time. Two kinds of connection: for commands,
 with a short limit, and for blocking reads (BLOCK at most a second), each its own.
 
 What Redis may answer, and what is done about it:
-    NOSCRIPT      scripts are gone (restart, SCRIPT FLUSH): loaded again, the whole call repeated
+    NOSCRIPT      scripts are gone (restart, SCRIPT FLUSH, a promoted replica): loaded again, the whole call repeated
     LOADING, READONLY, connection lost, timeout: the connection is dropped, the call repeated until its limit
-    MISCONF (its disk is full), NOREPLICAS, BUSY (somebody's script), MASTERDOWN, CLUSTERDOWN: the same
+    MISCONF (its disk is full), NOREPLICAS, BUSY (somebody's script), MASTERDOWN: the same
+    UNBLOCKED     what a blocking read waited on was demoted to a replica: the same
+    CLUSTERDOWN, MOVED, ASK, TRYAGAIN: the same, over a map of the cluster that was read anew
+    NOGROUP       a stream without its group holds nothing of ours; the script that hands over makes it
     OOM           memory is full: `Overloaded` at submit; what ends, frees or says that we live goes on (`allow-oom`)
+    NOPERM, WRONGPASS, NOAUTH: the user's rights are not those of deploy/users.acl: refused at start
 """
 
 from __future__ import annotations
@@ -19,40 +23,20 @@ from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
-import redis.asyncio.connection
-import redis.backoff
-import redis.connection
 import redis.exceptions
-from redis.asyncio.retry import Retry as AsyncRetry
-from redis.retry import Retry
 
+from . import address
+from .async_cluster import AsyncClusterClient
+from .cluster import ClusterClient
+from .connections import RefusedForNow as RefusedForNow
+from .connections import async_pool, pool
 from .errors import ConfigError, Overloaded, StoreUnavailable
 
-COMMAND_TIMEOUT_S = 5.0
 BLOCK_MS = 1000  # the longest a blocking read waits; its socket timeout stands well above it
-
-
-class RefusedForNow(redis.exceptions.ConnectionError):
-    """Redis answers, and takes no command or no write until somebody has mended it; as with LOADING, try again."""
-
-
-# Both kinds of parser look an error's first word up here; redis-py would make plain errors of these.
-_REFUSALS = dict.fromkeys(("MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "CLUSTERDOWN"), RefusedForNow)
-
-
-class _Parser(redis.connection.DefaultParser):  # type: ignore[misc, valid-type]
-    EXCEPTION_CLASSES = redis.connection.DefaultParser.EXCEPTION_CLASSES | _REFUSALS
-
-
-class _AsyncParser(redis.asyncio.connection.DefaultParser):  # type: ignore[misc, valid-type]
-    EXCEPTION_CLASSES = redis.asyncio.connection.DefaultParser.EXCEPTION_CLASSES | _REFUSALS
-
 
 TRANSIENT = (
     redis.exceptions.ConnectionError,  # LOADING and RefusedForNow are some of these
     redis.exceptions.TimeoutError,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.TryAgainError,
     OSError,
 )
 UNAVAILABLE = (*TRANSIENT, redis.exceptions.OutOfMemoryError)  # what a later try may find mended
@@ -61,37 +45,67 @@ UNAVAILABLE = (*TRANSIENT, redis.exceptions.OutOfMemoryError)  # what a later tr
 _ALWAYS = "#!lua flags=allow-oom\nreturn redis.call(ARGV[1], KEYS[1], unpack(ARGV, 2))"
 
 # redis-py types each reply as all that any option could make of it. What a reply is, is said where it is decoded.
-Client: TypeAlias = Any  # a redis.Redis of `connect`
-AsyncClient: TypeAlias = Any  # a redis.asyncio.Redis of `connect_async`
+Client: TypeAlias = Any  # a redis.Redis or ClusterClient of `connect`
+AsyncClient: TypeAlias = Any  # a redis.asyncio.Redis or AsyncClusterClient of `connect_async`
 
 
-def _options(name: str) -> dict[str, Any]:
-    return {"socket_timeout": COMMAND_TIMEOUT_S, "socket_connect_timeout": 2.0, "client_name": name, "protocol": 2}
+def _address(url: str) -> address.Address:
+    try:
+        return address.parse(url)
+    except ValueError as e:
+        raise ConfigError(f"the Redis URL {e}, got {address.redacted(url)!r}") from e
 
 
 def connect(url: str, name: str = "headrace") -> Client:
-    """A client for commands and bounded blocking reads, in bytes; nothing is retried by the library."""
-    try:
-        return redis.Redis.from_url(
-            url, retry=Retry(redis.backoff.NoBackoff(), 0), parser_class=_Parser, **_options(name)
-        )
-    except ValueError as e:
-        raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
+    """A client for commands and bounded blocking reads, in bytes; nothing is retried by the library.
+
+    Args:
+        url: see `address.py`.
+
+    Raises:
+        ConfigError: it is no such URL.
+    """
+    where = _address(url)
+    return ClusterClient(where, name) if where.kind == "cluster" else redis.Redis.from_pool(pool(where, name))
 
 
 def connect_async(url: str, name: str = "headrace", connections: int = 64) -> AsyncClient:
-    """The same for asyncio. At most `connections` at once; further calls wait for one, 20 s at most."""
-    try:
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections,
-            retry=AsyncRetry(redis.backoff.NoBackoff(), 0),
-            parser_class=_AsyncParser,
-            **_options(name),
-        )
-    except ValueError as e:
-        raise ConfigError(f"--redis-url (HEADRACE_REDIS_URL): {e}, got {url!r}") from e
-    return redis.asyncio.Redis.from_pool(pool)
+    """The same for asyncio. At most `connections` at once (to each node); further calls wait for one, 20 s at most."""
+    where = _address(url)
+    if where.kind == "cluster":
+        return AsyncClusterClient(where, name, connections)
+    return redis.asyncio.Redis.from_pool(async_pool(where, name, connections))
+
+
+def is_cluster(client: Client | AsyncClient) -> bool:
+    """Whether keys of several shards may lie at several nodes."""
+    return isinstance(client, (ClusterClient, AsyncClusterClient))
+
+
+def node_of(client: Client, key: str) -> Client:
+    """The client of the node that has a key: where there is but one server, `client`. May raise TRANSIENT."""
+    return client.node_of(key) if isinstance(client, ClusterClient) else client
+
+
+async def node_of_async(client: AsyncClient, key: str) -> AsyncClient:
+    """As `node_of`."""
+    if not isinstance(client, AsyncClusterClient):
+        return client
+    await client.locate()
+    return client.node_of(key)
+
+
+def nodes(client: Client) -> list[Client]:
+    """A client of each primary. May raise TRANSIENT."""
+    return list(client.nodes()) if isinstance(client, ClusterClient) else [client]
+
+
+async def nodes_async(client: AsyncClient) -> list[AsyncClient]:
+    """As `nodes`."""
+    if not isinstance(client, AsyncClusterClient):
+        return [client]
+    await client.locate()
+    return list(client.nodes())
 
 
 class Patience:

@@ -1,6 +1,7 @@
 """Every Redis name and lifetime, and what lies under it. The scripts in `lua/` are the only writers of a request.
 
-All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster, one script call.
+All keys of a request carry the hash tag `{s}`: one shard, one slot of a cluster, one script call. A key without a tag
+has a slot of its own, and is used alone. A cluster's channels are sharded ones (SPUBLISH), in the slot of their shard.
 
     key                              type     holds
     hr:schema                        hash     major version, number of shards (fixed when the store is first used)
@@ -61,6 +62,7 @@ from .messages import Lane
 
 SCHEMA_MAJOR = 1
 DEFAULT_SHARDS = 8
+SHARDS_OF_NODE = 4  # of a cluster's, so that its nodes have about as many each
 
 SCHEMA = "hr:schema"
 MODELS = "hr:models"

@@ -19,7 +19,7 @@ import redis
 import redis.exceptions
 
 from . import keys
-from .clients import TRANSIENT, AsyncClient, Client, Patience
+from .clients import TRANSIENT, AsyncClient, Client, Patience, is_cluster, node_of, node_of_async
 from .failpoints import SCRIPTS as NAMES
 from .failpoints import script_point
 
@@ -40,24 +40,97 @@ class Call:
 
 
 @cache
-def source(name: str) -> str:
-    """The text of a script: its flags line, the common part, its own."""
+def source(name: str, sharded: bool = False) -> str:
+    """The text of a script: its flags line, the common part, its own.
+
+    Args:
+        sharded: what it pushes stays among the nodes of its slot (a cluster tells every node of a plain PUBLISH).
+    """
     own = (LUA / f"{name}.lua").read_text()
     flags, _, rest = own.partition("\n") if own.startswith("#!") else ("#!lua", "", own)
-    return f"{flags}\n{(LUA / 'common.lua').read_text()}\n{rest}"
+    text = f"{flags}\n{(LUA / 'common.lua').read_text()}\n{rest}"
+    return text.replace("'PUBLISH'", "'SPUBLISH'") if sharded else text
 
 
 @cache
-def digest(name: str) -> str:
-    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+def digest(name: str, sharded: bool = False) -> str:
+    return hashlib.sha1(source(name, sharded).encode(), usedforsecurity=False).hexdigest()
 
 
-def _command(call: Call) -> tuple[Arg, ...]:
-    return ("EVALSHA", digest(call.script), 1, keys.prefix(call.shard), *call.args)
+def _command(call: Call, sharded: bool) -> tuple[Arg, ...]:
+    return ("EVALSHA", digest(call.script, sharded), 1, keys.prefix(call.shard), *call.args)
+
+
+class _Line:
+    """Calls to one server: one connection at a time, kept for the next call."""
+
+    def __init__(self, pool: Any, sharded: bool) -> None:
+        self._pool = pool
+        self._sharded = sharded
+        self._connection: Any = None  # the one that replies are due on
+        self._kept: Any = None  # the one that the last call used,
+        self._kept_until = 0.0  # and until when
+
+    def send(self, calls: Sequence[Call]) -> None:
+        if self._connection is None:
+            self._connection = self._take()
+        packed = self._connection.pack_commands([_command(call, self._sharded) for call in calls])
+        self._connection.send_packed_command(packed)
+
+    def receive(self, calls: Sequence[Call]) -> list[Any]:
+        """The replies to `send`; what a script refused is among them."""
+        replies = [self._reply() for _ in calls]
+        if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
+            self._load()
+            self.send(calls)
+            replies = [self._reply() for _ in calls]
+        return replies
+
+    def keep(self) -> None:
+        """All replies were read."""
+        self._kept, self._connection = self._connection, None
+        self._kept_until = time.monotonic() + KEEP_S
+
+    def drop(self) -> None:
+        """The connection is of no use any more."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.disconnect()
+            self._pool.release(connection)
+
+    def _reply(self) -> Any:
+        try:
+            return self._connection.read_response()
+        except redis.exceptions.ResponseError as e:
+            return e
+
+    def _load(self) -> None:
+        commands = [("SCRIPT", "LOAD", source(name, self._sharded)) for name in NAMES]
+        self._connection.send_packed_command(self._connection.pack_commands(commands))
+        for _ in commands:
+            self._connection.read_response()
+
+    def _take(self) -> Any:
+        """The connection of the last call, if that was just now; otherwise one that the pool finds to be alive."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            if time.monotonic() < self._kept_until:
+                return kept
+            self._pool.release(kept)
+        return self._pool.get_connection()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one server was sent of some calls: their places among them; the error, where it was not even sent."""
+
+    line: _Line | None
+    places: Sequence[int]
+    error: BaseException | None = None
 
 
 class Scripts:
-    """Script calls over a synchronous client. One thread; between `begin` and `finish` no other call.
+    """Script calls over a synchronous client. One thread; between `begin_quietly` and `finish` no other call.
 
     Args:
         client: of `clients.connect`.
@@ -72,103 +145,106 @@ class Scripts:
         on_outage: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._client = client
+        self._sharded = is_cluster(client)
         self._limit_s = limit_s
         self._on_outage = on_outage or (lambda error: None)
-        self._connection: Any = None  # the one that a `begin` waits on
-        self._kept: Any = None  # the one that the last call used,
-        self._kept_until = 0.0  # and until when
+        self._lines: dict[Any, _Line] = {}  # by the server's pool
+        self._parts: list[_Part] = []  # what is in flight
 
     def call(self, call: Call) -> Any:
         return self.call_many([call])[0]
 
     def call_many(self, calls: Sequence[Call]) -> list[Any]:
-        """Run the calls in one round trip, in order.
+        """Run the calls in one round trip to each server, in order.
 
         Raises:
             StoreUnavailable: Redis did not answer within the limit.
             redis.exceptions.ResponseError: a script was refused (memory full) or is wrong.
         """
-        assert self._connection is None, "a flush is in flight on these scripts: its replies come first"
-        patience = Patience(self._limit_s)
-        while True:
-            try:
-                self.begin(calls)
-                return self._receive(calls)
-            except TRANSIENT as e:
-                self._drop()
-                self._on_outage(e)
-                patience.wait(e)
-
-    def begin(self, calls: Sequence[Call]) -> None:
-        """Send the calls and come back at once: Redis works while the caller does. `finish` takes the replies."""
-        script_point("send", calls)
-        if self._connection is None:
-            self._connection = self._take()
-        self._connection.send_packed_command(self._connection.pack_commands([_command(c) for c in calls]))
+        self.begin_quietly(calls)
+        return self.finish(calls)
 
     def begin_quietly(self, calls: Sequence[Call]) -> None:
-        """`begin`, but a lost connection shows only in `finish`, which sends again."""
-        try:
-            self.begin(calls)
-        except TRANSIENT:
-            self._drop()
+        """Send the calls and come back at once: Redis works while the caller does. A lost connection shows only in
+        `finish`, which sends again."""
+        assert not self._parts, "a flush is in flight on these scripts: its replies come first"
+        self._parts = self._send(calls, range(len(calls)))
 
     def finish(self, calls: Sequence[Call]) -> list[Any]:
-        """The replies to a `begin` of the same calls; over a lost connection they are sent again."""
-        try:
-            return self._receive(calls)
-        except TRANSIENT as e:
-            self._drop()
-            self._on_outage(e)
-            return self.call_many(calls)
+        """The replies to a `begin_quietly` of the same calls; over a lost connection they are sent again.
 
-    def _receive(self, calls: Sequence[Call]) -> list[Any]:
-        if self._connection is None:
-            raise redis.exceptions.ConnectionError("the connection was lost before the replies")
-        script_point("sent", calls)
-        replies = [self._reply() for _ in calls]
-        if any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
-            self._load()
-            self.begin(calls)
-            replies = [self._reply() for _ in calls]
-        script_point("reply", calls)
-        self._keep()
+        Raises as `call_many`.
+        """
+        replies: list[Any] = [None] * len(calls)
+        parts, self._parts = self._parts, []
+        patience = Patience(self._limit_s)
+        while (lost := self._collect(calls, parts, replies)) is not None:
+            error, places = lost
+            self._on_outage(error)
+            patience.wait(error)
+            parts = self._send(calls, places)
         for reply in replies:
             if isinstance(reply, redis.exceptions.ResponseError):
                 raise reply
         return replies
 
-    def _reply(self) -> Any:
+    def _send(self, calls: Sequence[Call], places: Sequence[int]) -> list[_Part]:
         try:
-            return self._connection.read_response()
-        except redis.exceptions.ReadOnlyError:
-            raise  # a replica answers: drop the connection and find the master
-        except redis.exceptions.ResponseError as e:
-            return e
+            groups = self._by_line(calls, places)
+        except TRANSIENT as e:  # no node tells which one has the shards
+            return [_Part(None, places, e)]
+        return [self._send_one(line, calls, group) for line, group in groups]
 
-    def _load(self) -> None:
-        for name in NAMES:
-            self._client.script_load(source(name))
+    @staticmethod
+    def _send_one(line: _Line, calls: Sequence[Call], places: Sequence[int]) -> _Part:
+        group = [calls[place] for place in places]
+        try:
+            script_point("send", group)
+            line.send(group)
+        except TRANSIENT as e:
+            line.drop()
+            return _Part(None, places, e)
+        return _Part(line, places)
 
-    def _take(self) -> Any:
-        """The connection of the last call, if that was just now; otherwise one that the pool finds to be alive."""
-        pool = self._client.connection_pool
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            if time.monotonic() < self._kept_until:
-                return kept
-            pool.release(kept)
-        return pool.get_connection()
+    def _collect(
+        self, calls: Sequence[Call], parts: Sequence[_Part], replies: list[Any]
+    ) -> tuple[BaseException, list[int]] | None:
+        """Read all replies that are due; None, or an error and the places of the calls that have no reply."""
+        error: BaseException | None = None
+        missing: list[int] = []
+        for part in parts:
+            group = [calls[place] for place in part.places]
+            failed = part.error
+            if part.line is not None:
+                try:
+                    script_point("sent", group)
+                    got = part.line.receive(group)
+                    script_point("reply", group)
+                except TRANSIENT as e:
+                    part.line.drop()
+                    failed = e
+                else:
+                    part.line.keep()
+                    for place, reply in zip(part.places, got, strict=True):
+                        replies[place] = reply
+            if failed is not None:
+                error = failed
+                missing += part.places
+        return None if error is None else (error, missing)
 
-    def _keep(self) -> None:
-        self._kept, self._connection = self._connection, None
-        self._kept_until = time.monotonic() + KEEP_S
+    def _by_line(self, calls: Sequence[Call], places: Sequence[int]) -> list[tuple[_Line, Sequence[int]]]:
+        if not self._sharded:
+            return [(self._line(self._client.connection_pool), places)] if places else []
+        groups: dict[_Line, list[int]] = {}
+        for place in places:
+            node = node_of(self._client, keys.prefix(calls[place].shard))
+            groups.setdefault(self._line(node.connection_pool), []).append(place)
+        return list(groups.items())
 
-    def _drop(self) -> None:
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.disconnect()
-            self._client.connection_pool.release(connection)
+    def _line(self, pool: Any) -> _Line:
+        if pool not in self._lines:
+            self._lines[pool] = _Line(pool, self._sharded)
+        return self._lines[pool]
 
 
 class AsyncScripts:
@@ -176,6 +252,7 @@ class AsyncScripts:
 
     def __init__(self, client: AsyncClient, limit_s: float | None = 5.0) -> None:
         self._client = client
+        self._sharded = is_cluster(client)
         self._limit_s = limit_s
 
     async def call(self, call: Call) -> Any:
@@ -194,15 +271,25 @@ class AsyncScripts:
         for last in (False, True):
             pipe = self._client.pipeline(transaction=False)
             for call in calls:
-                pipe.execute_command(*_command(call))
+                pipe.execute_command(*_command(call, self._sharded))
             script_point("send", calls)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
             script_point("reply", calls)
-            if last or not any(isinstance(reply, redis.exceptions.NoScriptError) for reply in replies):
+            unknown = {
+                call.shard
+                for call, reply in zip(calls, replies, strict=True)
+                if isinstance(reply, redis.exceptions.NoScriptError)
+            }
+            if last or not unknown:
                 break
-            for name in NAMES:
-                await self._client.script_load(source(name))
+            for shard in unknown if self._sharded else list(unknown)[:1]:
+                await self._load(shard)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
         return replies
+
+    async def _load(self, shard: int) -> None:
+        node = await node_of_async(self._client, keys.prefix(shard))
+        for name in NAMES:
+            await node.script_load(source(name, self._sharded))

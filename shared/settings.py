@@ -10,9 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict
 
+from . import address
 from .errors import ConfigError
 
 
@@ -60,13 +61,42 @@ class Settings(BaseSettings):
 class StoreSettings(Settings):
     """What every role needs to find and trust Redis."""
 
-    redis_url: str = Field("", description="redis://, rediss:// or unix:// URL of the queue")
-    control_redis_url: str = Field("", description="Redis of batches, files and RQ; by default the queue's")
-    redis_memory: Bytes = Field(0, ge=0, description="memory Redis may use (2gb) where it sets no maxmemory itself")
+    redis_url: str = Field(
+        "", description="the queue's Redis: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+    )
+    control_redis_url: str = Field(
+        "", description="Redis of batches, files and RQ, which is no cluster; by default the queue's"
+    )
+    redis_memory: Bytes = Field(
+        0, ge=0, description="memory that Redis (a cluster's node) may use (2gb) where it sets no maxmemory itself"
+    )
     lease_s: float = Field(6.0, ge=0.2, description="seconds until a silent worker's requests move to another")
     shard_lease_s: float = Field(3.0, ge=0.2, description="seconds until a silent detokenizer's shards move")
     log_level: str = Field("info", description="debug, info, warning or error")
     log_json: bool = Field(False, description="one JSON object per log line")
+
+    @field_validator("redis_url", "control_redis_url")
+    @classmethod
+    def _url(cls, value: str, info: ValidationInfo) -> str:
+        if value and address.parse(value).kind == "cluster" and info.field_name == "control_redis_url":
+            raise ValueError("batches, files and RQ need one server or a primary with sentinels, not a cluster")
+        return value
+
+    @property
+    def control_url(self) -> str:
+        """The Redis of batches, files and RQ.
+
+        Raises:
+            ConfigError: the queue is a cluster, and no other Redis is named.
+        """
+        if self.control_redis_url:
+            return self.control_redis_url
+        if self.redis_url and address.parse(self.redis_url).kind == "cluster":
+            raise ConfigError(
+                "--control-redis-url (HEADRACE_CONTROL_REDIS_URL) is not set, and the queue's Redis is a cluster: "
+                "batches, files and RQ need one server or a primary with sentinels"
+            )
+        return self.redis_url
 
 
 S = TypeVar("S", bound=Settings)
@@ -89,4 +119,5 @@ def load(cls: type[S], argv: Sequence[str], prog: str) -> S:
 def _explain(cls: type[Settings], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"][:1])
     flag, variable = "--" + key.replace("_", "-"), cls.model_config.get("env_prefix", "") + key.upper()
-    return f"{flag} ({variable}): {error['msg']}, got {error['input']!r}"
+    value = address.redacted(error["input"]) if isinstance(error["input"], str) else error["input"]
+    return f"{flag} ({variable}): {error['msg']}, got {value!r}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from . import keys
+from .channels import Dialect
 from .chunks import TextChunk
-from .clients import TRANSIENT, AsyncClient
+from .clients import TRANSIENT, AsyncClient, is_cluster, node_of_async
 from .errors import ProtocolError, StreamGone
 from .failpoints import failpoint
 from .ids import shard_in
@@ -74,6 +75,7 @@ class TextFeed:
 
     def __init__(self, client: AsyncClient, shards: int, name: str) -> None:
         self._client = client
+        self._dialect = Dialect(is_cluster(client))
         self._shards = shards
         self.name = name
         self._by_rid: dict[str, Following] = {}
@@ -125,34 +127,60 @@ class TextFeed:
         pause = 0.05
         while True:
             try:
-                async with self._subscribed() as connection:
+                async with self._subscribed() as connections:
                     self._ask(list(self._by_rid))
                     pause = 0.05
-                    while True:
-                        kind, _, data = await connection.read_response(timeout=math.inf)
-                        if kind == b"message":
-                            self._hear(data)
+                    await self._hear_all(connections)
             except TRANSIENT as e:
                 log.warning("text pushes stopped, reading instead: %s", e)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
 
-    @asynccontextmanager
-    async def _subscribed(self) -> AsyncIterator[Any]:
-        """A connection of our own that hears our channels. redis-py's PubSub starts a timer for each message."""
-        pool = self._client.connection_pool
-        connection = await pool.get_connection()
+    async def _hear_all(self, connections: Sequence[Any]) -> None:
+        """Hear each of them until one is broken: what it would say may be said at another node then."""
+        if len(connections) == 1:
+            return await self._hear_one(connections[0])
+        tasks = [asyncio.create_task(self._hear_one(connection)) for connection in connections]
         try:
-            failpoint("api.subscribe")
-            await connection.send_command(
-                "SUBSCRIBE", *(keys.reader_channel(s, self.name) for s in range(self._shards))
-            )
-            for _ in range(self._shards):
-                await connection.read_response()
-            yield connection
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
-            await connection.disconnect(nowait=True)  # a subscribed one is of no use to anybody else
-            await pool.release(connection)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hear_one(self, connection: Any) -> None:
+        while True:
+            said = self._dialect.heard(await connection.read_response(timeout=math.inf))
+            if said is not None:
+                self._hear(said)
+
+    @asynccontextmanager
+    async def _subscribed(self) -> AsyncIterator[list[Any]]:
+        """Connections of our own that hear our channels. redis-py's PubSub starts a timer for each message."""
+        connections: dict[Any, Any] = {}  # by the server's pool
+        try:
+            for pool, names in (await self._channels()).items():
+                connections[pool] = connection = await pool.get_connection()
+                failpoint("api.subscribe")
+                for command in self._dialect.commands(self._dialect.subscribe, names):
+                    await connection.send_command(*command)
+                for _ in names:
+                    await connection.read_response()
+            yield list(connections.values())
+        finally:
+            for pool, connection in connections.items():
+                await connection.disconnect(nowait=True)  # a subscribed one is of no use to anybody else
+                await pool.release(connection)
+
+    async def _channels(self) -> dict[Any, list[str]]:
+        """The names of our channels, by the pool of the server that has them."""
+        names: dict[Any, list[str]] = {}
+        for shard in range(self._shards):
+            name = keys.reader_channel(shard, self.name)
+            names.setdefault((await node_of_async(self._client, name)).connection_pool, []).append(name)
+        return names
 
     def _hear(self, data: bytes) -> None:
         try:

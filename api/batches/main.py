@@ -19,7 +19,7 @@ from ...shared.errors import StoreUnavailable
 from ...shared.failpoints import failpoint
 from ...shared.registry import Membership, ProcessInfo
 from ...shared.signals import StopSignal
-from ...shared.store import Store, open_store
+from ...shared.store import Store, check_control, open_store
 from ..services import load_template, open_services
 from .answerer import QueueAnswerer
 from .driver import BatchDriver
@@ -47,6 +47,7 @@ def run(settings: BatchSettings) -> int:
     stop = StopSignal()
     load_template(settings.chat_template)
     store = open_store(settings)
+    check_control(settings)
     return asyncio.run(_run(settings, store, stop))
 
 
@@ -73,7 +74,7 @@ async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
 
 
 def _start_drivers(settings: BatchSettings, store: Store, stop: StopSignal) -> list[DriverThread]:
-    url = settings.control_redis_url or settings.redis_url
+    url = settings.control_url
     drivers = []
     for i in range(settings.batch_drivers):
         name = f"batch-{uuid.uuid4().hex[:8]}-{i}"

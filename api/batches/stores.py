@@ -29,7 +29,7 @@ async def open_stores(settings: FileSettings) -> AsyncIterator[Stores]:
     Raises:
         ConfigError: the data folder cannot be written, or is not the one of this deployment.
     """
-    url = settings.control_redis_url or settings.redis_url
+    url = settings.control_url
     control = connect_async(url, "headrace-control")
     limits = UploadLimits(settings.max_file_mb << 20, settings.max_batch_file_mb << 20)
     try:
