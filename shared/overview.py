@@ -61,7 +61,7 @@ class Overview:
 def merge(pools: Sequence[str], replies: Iterable[Sequence[Any]]) -> Overview:
     """The replies of overview.lua, one per shard, as one picture."""
     counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-    lanes = {(pool, lane): LaneState() for pool in pools for lane in LANES}
+    lanes: dict[tuple[str, Lane], LaneState] = {(pool, lane): LaneState() for pool in pools for lane in LANES}
     unfinished = dead = text_bytes = leased = free = 0
     overdue_ms = free_ms = 0.0
     for flat, active, overdue, letters, finished, lease_over, owner, *by_pool in replies:

@@ -18,7 +18,7 @@ from headrace.shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from headrace.shared.control import Answers, Kind, Outcome
 from headrace.shared.errors import ModelNotFound, StreamGone
 from headrace.shared.ids import choices, shard_in
-from headrace.shared.messages import LANES, GenerateJob
+from headrace.shared.messages import LANES, GenerateJob, Lane
 from headrace.shared.model_card import ModelCard
 from headrace.shared.overview import COUNTERS, LaneState, Overview
 from headrace.shared.registry import ProcessInfo
@@ -117,7 +117,9 @@ class FakeBackend:
         return {rid: rid in self.texts for rid in rids}
 
     async def overview(self, pools: Sequence[str]) -> Overview:
-        lanes = {(pool, lane): LaneState(waiting=len(self.jobs)) for pool in pools for lane in LANES}
+        lanes: dict[tuple[str, Lane], LaneState] = {
+            (pool, lane): LaneState(waiting=len(self.jobs)) for pool in pools for lane in LANES
+        }
         return Overview(dict.fromkeys(COUNTERS, 0), lanes, len(self.jobs), 0.0, 0, 0, self.shards, 0, 0.0)
 
     async def leave(self, rids: Iterable[str], *, grace_s: float, reader: str) -> None:
