@@ -118,26 +118,23 @@ class _AsyncOfCluster:
             raise
 
 
-_PLAIN, _TLS, _UNIX = (
-    redis.connection.Connection,
-    redis.connection.SSLConnection,
-    redis.connection.UnixDomainSocketConnection,
-)
-_ASYNC_PLAIN, _ASYNC_TLS, _ASYNC_UNIX = (
-    redis.asyncio.connection.Connection,
-    redis.asyncio.connection.SSLConnection,
-    redis.asyncio.connection.UnixDomainSocketConnection,
-)
+# The pools say that they take the first of these only.
+_PLAIN: Any = redis.connection.Connection
+_TLS: Any = redis.connection.SSLConnection
+_UNIX: Any = redis.connection.UnixDomainSocketConnection
+_ASYNC_PLAIN: Any = redis.asyncio.connection.Connection
+_ASYNC_TLS: Any = redis.asyncio.connection.SSLConnection
+_ASYNC_UNIX: Any = redis.asyncio.connection.UnixDomainSocketConnection
 
 
 def pool(address: Address, name: str) -> redis.ConnectionPool:
     """Connections to a server, or to the primary that sentinels name."""
-    options = _options(address, name, _Parser) | {"retry": Retry(redis.backoff.NoBackoff(), 0)}
+    options: dict[str, Any] = _options(address, name, _Parser) | {"retry": Retry(redis.backoff.NoBackoff(), 0)}
     if address.path:
         return redis.ConnectionPool(connection_class=_UNIX, path=address.path, **options)
     plain = _PLAIN if address.tls is None else _TLS
     if address.kind == "sentinel":
-        to_primary = type("ToPrimary", (_ToPrimary, plain), {})
+        to_primary: Any = type("ToPrimary", (_ToPrimary, plain), {})
         return redis.ConnectionPool(connection_class=to_primary, find=lambda: find_primary(address), **options)
     host, port = address.nodes[0]
     return redis.ConnectionPool(connection_class=plain, host=host, port=port, **options)
@@ -145,14 +142,15 @@ def pool(address: Address, name: str) -> redis.ConnectionPool:
 
 def async_pool(address: Address, name: str, connections: int) -> redis.asyncio.BlockingConnectionPool:
     """The same for asyncio. At most `connections` at once; further calls wait for one, 20 s at most."""
-    options = _options(address, name, _AsyncParser) | {"retry": AsyncRetry(redis.backoff.NoBackoff(), 0)}
+    options: dict[str, Any] = _options(address, name, _AsyncParser)
+    options["retry"] = AsyncRetry(redis.backoff.NoBackoff(), 0)
     options["max_connections"] = connections
     blocking = redis.asyncio.BlockingConnectionPool
     if address.path:
         return blocking(connection_class=_ASYNC_UNIX, path=address.path, **options)
     plain = _ASYNC_PLAIN if address.tls is None else _ASYNC_TLS
     if address.kind == "sentinel":
-        to_primary = type("AsyncToPrimary", (_AsyncToPrimary, plain), {})
+        to_primary: Any = type("AsyncToPrimary", (_AsyncToPrimary, plain), {})
         return blocking(connection_class=to_primary, find=lambda: find_primary_async(address), **options)
     host, port = address.nodes[0]
     return blocking(connection_class=plain, host=host, port=port, **options)
@@ -160,7 +158,7 @@ def async_pool(address: Address, name: str, connections: int) -> redis.asyncio.B
 
 def node_pool(address: Address, node: Node, name: str, on_trouble: Callable[[], None]) -> redis.ConnectionPool:
     """Connections to one node of a cluster."""
-    options = _options(address, name, _Parser) | {"retry": Retry(redis.backoff.NoBackoff(), 0)}
+    options: dict[str, Any] = _options(address, name, _Parser) | {"retry": Retry(redis.backoff.NoBackoff(), 0)}
     of_cluster = type("OfCluster", (_OfCluster, _PLAIN if address.tls is None else _TLS), {})
     host, port = node
     return redis.ConnectionPool(connection_class=of_cluster, host=host, port=port, on_trouble=on_trouble, **options)
@@ -170,7 +168,8 @@ def async_node_pool(
     address: Address, node: Node, name: str, connections: int, on_trouble: Callable[[], None]
 ) -> redis.asyncio.BlockingConnectionPool:
     """As `node_pool`."""
-    options = _options(address, name, _AsyncParser) | {"retry": AsyncRetry(redis.backoff.NoBackoff(), 0)}
+    options: dict[str, Any] = _options(address, name, _AsyncParser)
+    options["retry"] = AsyncRetry(redis.backoff.NoBackoff(), 0)
     of_cluster = type("AsyncOfCluster", (_AsyncOfCluster, _ASYNC_PLAIN if address.tls is None else _ASYNC_TLS), {})
     host, port = node
     return redis.asyncio.BlockingConnectionPool(

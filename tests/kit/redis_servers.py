@@ -163,7 +163,8 @@ class Watched:
     @staticmethod
     def _knows(sentinel: Node) -> bool:
         with sentinel.client() as client:
-            master = client.sentinel_masters()["mill"]
+            masters: Any = client.sentinel_masters()
+            master = masters["mill"]
             return int(master["num-other-sentinels"]) == 2 and int(master["num-slaves"]) == 1
 
     def fail_over(self) -> None:
