@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Server
-from headrace.shared import clients, scripts
+from headrace.shared import connections, scripts
 from headrace.shared.async_job_queue import AsyncJobQueue
 from headrace.shared.chunks import Finish
 from headrace.shared.clients import connect_async
@@ -91,6 +91,7 @@ CASES = {
     "lease": Case(lambda rig, rid: rig.lease.take([shard_in(rid)])),
     "publish": Case(lambda rig, rid: rig.publish_end(rid, 2), generate),
     "sweep": Case(lambda rig, rid: rig.sweep(), lose),
+    "overview": Case(lambda rig, rid: asked(rig.url, lambda queue: queue.overview(["m"])), asyncio=True),
 }
 
 
@@ -116,7 +117,9 @@ def contents(rig: Rig) -> dict[str, Any]:
             continue
         match rig.client.type(key):
             case b"hash":
-                found[name] = {k: v for k, v in rig.client.hgetall(key).items() if k not in TIMES}
+                found[name] = {
+                    k: v for k, v in rig.client.hgetall(key).items() if k not in TIMES and not k.startswith(b"taken")
+                }
             case b"zset":
                 found[name] = [member for member, _ in rig.client.zrange(key, 0, -1, withscores=True)]
             case b"list":
@@ -129,7 +132,7 @@ def contents(rig: Rig) -> dict[str, Any]:
     return found
 
 
-TIMES = {b"lu", b"dl", b"rd", b"until", b"jid"}
+TIMES = {b"lu", b"dl", b"rd", b"until", b"jid", b"at"}
 HINTS = re.compile(r":new:")  # a hint may come twice: nothing depends on one
 
 
@@ -177,7 +180,7 @@ def test_a_redis_that_sleeps_for_longer_than_its_client_waits(
     redis_url: str, redis_server: Server, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs what it had been sent when it wakes, and the same once more."""
-    monkeypatch.setattr(clients, "COMMAND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "COMMAND_TIMEOUT_S", 0.3)
     rig, case = Rig(redis_url), CASES[script]
     one_call(rig, case)  # every script is loaded
     before = calls_of_scripts(rig)
