@@ -25,6 +25,7 @@ tools
   model add   register a model without starting a worker
   demo        fetch a small model, serve it, stream an answer and run a batch
   chat        talk to a running server
+  top         watch a deployment live: roles, lanes, streams, rates, takeovers (--once --json for scripts)
   bench       load an OpenAI-compatible server and measure it; `bench engine`: a worker's engine alone
   doctor      look at this machine and say what is missing
 
@@ -158,6 +159,13 @@ def _chat(argv: Sequence[str]) -> int:
     return run(load(ChatSettings, argv, "headrace chat"))
 
 
+def _top(argv: Sequence[str]) -> int:
+    from ..shared.settings import load
+    from .top import TopSettings, run
+
+    return run(load(TopSettings, argv, "headrace top"))
+
+
 def _demo(argv: Sequence[str]) -> int:
     from ..shared.settings import load
     from .demo import DemoSettings, run
@@ -176,5 +184,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": _bench,
     "doctor": _doctor,
     "chat": _chat,
+    "top": _top,
     "demo": _demo,
 }
