@@ -42,6 +42,15 @@ class Serving:
         """CPU seconds that each role has taken so far; empty where there is no /proc."""
         return {role: usage.cpu_s for role, usage in self.usage().items()}
 
+    def pids(self, role: str) -> list[int]:
+        """The processes of a role."""
+        found = []
+        for pid in _descendants(self.pid):
+            with contextlib.suppress(OSError):
+                if _role(Path(f"/proc/{pid}/cmdline").read_bytes()) == role:
+                    found.append(pid)
+        return found
+
     def usage(self) -> dict[str, Usage]:
         """What each role has taken so far; empty where there is no /proc."""
         usages = dict[str, Usage]()
