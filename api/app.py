@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 
@@ -43,15 +44,25 @@ BODIES: list[type[BaseModel]] = [
 ]
 
 
-def create_app(settings: ApiSettings, services: Services, stores: Stores | None = None) -> FastAPI:
-    """The api over what the caller opened and will close. Without `stores` there are no files and no batches."""
+def create_app(
+    settings: ApiSettings,
+    services: Services,
+    stores: Stores | None = None,
+    draining: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """The api over what the caller opened and will close. Without `stores` there are no files and no batches.
+
+    Args:
+        draining: whether this replica was told to stop.
+    """
     app = FastAPI(title="headrace", version=version("headrace"))
-    app.state.settings, app.state.services = settings, services
+    app.state.settings, app.state.services, app.state.draining = settings, services, draining
     app.add_middleware(
         Border,
         keys=Keys(settings.api_key, settings.admin_key),
         max_body_bytes=settings.max_body_mb << 20,
         unlimited=UNLIMITED_PATHS,
+        draining=draining,
     )
     errors.install(app)
     for group in (generation, models, control, health):

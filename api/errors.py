@@ -29,6 +29,10 @@ class ClientGone(Exception):
     """The client closed its connection: nobody reads an answer."""
 
 
+class SlowReader(Exception):
+    """The client took nothing for too long: its connection is closed, and its stream stays for it to go on with."""
+
+
 STORE_ERRORS = (StoreUnavailable, *TRANSIENT)
 
 

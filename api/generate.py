@@ -13,6 +13,7 @@ from typing import Any
 from ..shared.chunks import Finish, TextChunk, Usage
 from ..shared.failpoints import failpoint
 from ..shared.keys import KEEP_WHOLE_MS
+from ..shared.logs import family
 from .answers.assemble import body_of
 from .answers.results import collect
 from .backend import Backend
@@ -70,6 +71,7 @@ class Inference:
     async def run(self, prepared: Prepared, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:
         """Queue a request and follow it: chunks with the index of their choice, until every choice has ended."""
         plan = prepared.plan
+        family.set(plan.request)
         with self._observer.request(plan) as seen:
             async with self._readers.attach(plan.rids, grace_s=grace_s) as reader:
                 if prepared.asks_nothing:
@@ -85,6 +87,7 @@ class Inference:
 
         Iterating raises StreamGone when its text is no longer there.
         """
+        family.set(plan.request)
         async with (
             self._readers.attach(plan.rids, grace_s=grace_s, resume=True) as reader,
             self._backend.feed.follow(plan.rids, {}) as source,
@@ -99,6 +102,7 @@ class Inference:
             GenerationFailed, Overloaded, Unavailable; StreamGone: it ended longer ago than that.
         """
         plan = prepared.plan
+        family.set(plan.request)
         with self._observer.request(plan) as seen:
             if prepared.asks_nothing:
                 return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, _nothing(prepared)))))

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from ..shared import logs
-from ..shared.clients import AsyncClient, connect_async
 from ..shared.errors import ConfigError
-from ..shared.failpoints import failpoint
-from ..shared.registry import Membership, ProcessInfo
+from ..shared.registry import ProcessInfo
 from ..shared.store import Store, check_control, open_store
 from .app import create_app
 from .batches.stores import open_stores
-from .errors import STORE_ERRORS
-from .metrics import Metrics
-from .middleware import request_id
+from .member import listed
+from .server import Protocol, Server
 from .services import open_services
 from .settings import ApiSettings
 
@@ -33,24 +26,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 WANTED_FILES = 65_536
-
-
-class Server(uvicorn.Server):
-    """uvicorn, told to stop by the first signal and to stop at once by the second."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+KEEP_ALIVE_S = 75  # longer than load balancers keep theirs (60 s is usual): who closes first may meet a request
 
 
 def run(settings: ApiSettings) -> int:
@@ -60,7 +36,8 @@ def run(settings: ApiSettings) -> int:
         ConfigError: a setting is wrong, the port is taken, the data folder cannot be used.
         StoreUnavailable: Redis does not answer.
     """
-    _set_up_logs(settings)
+    logs.setup("api", settings.log_level, settings.log_json)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what went wrong, and no more
     _allow_many_connections()
     store = open_store(settings)
     check_control(settings)
@@ -73,8 +50,14 @@ async def _serve(settings: ApiSettings, store: Store, listener: socket.socket) -
     info = ProcessInfo("api", extra={"name": settings.name} if settings.name else {})
     channel = f"api-{info.host}-{info.pid}-{uuid.uuid4().hex[:8]}"
     async with open_services(settings, store, channel) as services, open_stores(settings) as stores:
-        server = Server(_config(settings, create_app(settings, services, stores)))
-        async with _listed(settings, info, services.metrics):
+        app = create_app(settings, services, stores, draining=lambda: server.should_exit)
+        async with listed(settings, info, services.metrics) as membership:
+
+            def on_drain() -> None:
+                membership.update("draining")
+                services.readers.drain()
+
+            server = Server(_config(settings, app), on_drain=on_drain, delay_s=settings.drain_delay_s)
             log.info("listening on http://%s:%d", *listener.getsockname()[:2])
             await server.serve(sockets=[listener])
             log.info("no more requests; leaving")
@@ -85,24 +68,13 @@ def _config(settings: ApiSettings, app: FastAPI | None = None) -> uvicorn.Config
         app or FastAPI(),
         log_config=None,
         access_log=False,
+        http=Protocol,
         lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
         backlog=BACKLOG,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         server_header=False,
     )
-
-
-def _set_up_logs(settings: ApiSettings) -> None:
-    """Lines of a request carry its id; uvicorn says what went wrong, and no more."""
-    logs.setup("api", settings.log_level, settings.log_json)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_name_request)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-
-
-def _name_request(record: logging.LogRecord) -> bool:
-    record.request_id = request_id.get()
-    return True
 
 
 def _allow_many_connections() -> None:
@@ -132,32 +104,3 @@ def _listen(settings: ApiSettings) -> socket.socket:
             f"--host, --port: cannot listen on {settings.host}:{settings.port}: {e.strerror or e}; "
             "choose another with --port, or 0 for a free one"
         ) from e
-
-
-@asynccontextmanager
-async def _listed(settings: ApiSettings, info: ProcessInfo, metrics: Metrics) -> AsyncIterator[None]:
-    """Be listed among the deployment's processes for the time of the block."""
-    client, membership = connect_async(settings.redis_url, "api-member", connections=2), Membership(info)
-    membership.update("ready")
-    beats = asyncio.create_task(_beat(membership, client, metrics))
-    try:
-        yield
-    finally:
-        beats.cancel()
-        await asyncio.gather(beats, return_exceptions=True)
-        try:
-            await membership.leave_async(client)
-        except STORE_ERRORS as e:
-            log.info("this replica is listed until its heartbeat runs out: %s", e)
-        await client.aclose()
-
-
-async def _beat(membership: Membership, client: AsyncClient, metrics: Metrics) -> None:
-    while True:
-        membership.update(stats=metrics.stats())
-        try:
-            failpoint("api.beat")
-            await membership.beat_async(client)
-        except STORE_ERRORS as e:
-            log.warning("this replica's heartbeat was not written: %s", e)
-        await asyncio.sleep(Membership.BEAT_EVERY_S)

@@ -45,6 +45,12 @@ class Metrics:
         self.refused = Counter(
             "headrace_refused_requests", "Requests answered 429, by error code", ["code"], registry=r
         )
+        self.slow_readers = Counter(
+            "headrace_slow_readers",
+            "Streams that waited for a client which read too slowly, and those that were closed for it",
+            ["what"],
+            registry=r,
+        )
         self.open_streams = Gauge("headrace_open_streams", "Streams that clients read now", registry=r)
         self.open_requests = Gauge("headrace_open_requests", "Generation requests in flight here", registry=r)
 
@@ -65,7 +71,8 @@ class Metrics:
     def stats(self) -> dict[str, float]:
         """What this replica tells with its heartbeats."""
         return {"open_streams": _sum(self.open_streams), "open_requests": _sum(self.open_requests),
-                "requests": _sum(self.requests), "refused": _sum(self.refused)}  # fmt: skip
+                "requests": _sum(self.requests), "refused": _sum(self.refused),
+                "slow_readers": _sum(self.slow_readers)}  # fmt: skip
 
 
 def _sum(metric: Counter | Gauge) -> float:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import re
 import secrets
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..shared.errors import RequestError, TooLarge
+from ..shared.logs import http_id
 from .auth import Keys
 from .errors import as_request_error, error_response
 
 log = logging.getLogger(__name__)
 
-# Of the request under way, for log lines; a client's own id where it sent a harmless one.
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 _HARMLESS = re.compile(r"[A-Za-z0-9_.:/+=@-]{1,128}")
 
 
@@ -27,8 +26,16 @@ class Border:
     Puts `request_id` and `tenant` into the scope's state; answers X-Request-Id.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int, unlimited: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        max_body_bytes: int,
+        unlimited: tuple[str, ...] = (),
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._app = app
+        self._draining = draining  # then each answer is the last of its connection
         self._keys = keys
         self._max_body = max_body_bytes
         self._unlimited = unlimited  # paths whose routes bound their bodies themselves
@@ -40,11 +47,11 @@ class Border:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if _HARMLESS.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        token = request_id.set(name)
+        token = http_id.set(name)  # a client's own where it sent a harmless one
         try:
-            await self._guarded(scope, receive, _Replies(send, name), headers, name)
+            await self._guarded(scope, receive, _Replies(send, name, self._draining), headers, name)
         finally:
-            request_id.reset(token)
+            http_id.reset(token)
 
     async def _guarded(self, scope: Scope, receive: Receive, replies: _Replies, headers: Headers, name: str) -> None:
         try:
@@ -83,13 +90,17 @@ class Border:
 class _Replies:
     """`send` that adds X-Request-Id and knows whether the answer has begun."""
 
-    def __init__(self, send: Send, name: str) -> None:
+    def __init__(self, send: Send, name: str, draining: Callable[[], bool]) -> None:
         self._send = send
+        self._draining = draining
         self._name = name
         self.started = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            MutableHeaders(scope=message)["x-request-id"] = self._name
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._name
+            if self._draining():
+                headers["connection"] = "close"
         await self._send(message)

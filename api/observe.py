@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from ..shared.chunks import TextChunk
 from ..shared.errors import Overloaded
+from .errors import SlowReader
 from .metrics import Metrics
 from .plan import Plan
 
@@ -55,12 +56,12 @@ class Observer:
 
     @contextmanager
     def request(self, plan: Plan) -> Iterator[Observation]:
-        """Observe one request until the block is left: `ok`, `cancelled` (its client went), `refused` or `error`."""
+        """Observe a request until the block is left: `ok`, `refused`, `error` or `cancelled` (its client went)."""
         observation, outcome = Observation(self._metrics, plan), "ok"
         try:
             with self._metrics.open_requests.track_inprogress():
                 yield observation
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit, SlowReader):
             outcome = "cancelled"
             raise
         except Overloaded as e:

@@ -16,7 +16,9 @@ from ..shared.chunks import TextChunk
 from ..shared.clients import TRANSIENT
 from ..shared.errors import StoreUnavailable
 from ..shared.failpoints import failpoint
+from ..shared.logs import about
 from .backend import Feed, Queue
+from .errors import SlowReader
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,13 @@ class Readers:
         self._queue = queue
         self._feed = feed
         self._lease_s = lease_s
+        self._draining = False
         self._attached: dict[str, Reader] = {}  # by the first choice's rid
         self._background: set[asyncio.Task[None]] = set()
+
+    def drain(self) -> None:
+        """From now on a stream that is cut off is cut off by us: it stays for its client to go on with elsewhere."""
+        self._draining = True
 
     def __len__(self) -> int:
         return len(self._attached)
@@ -65,7 +72,7 @@ class Readers:
         """Read these choices in the current task, from their start.
 
         Left before they ended, they are cancelled: after `grace_s` when the task was cancelled (the client went away
-        and may come back), at once after an error.
+        and may come back), later when it is we that cut it off, at once after an error.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -78,6 +85,9 @@ class Readers:
             yield reader
         except asyncio.CancelledError:
             self._let_go(reader, grace_s)
+            raise
+        except SlowReader:
+            self._let_go(reader, max(grace_s, self._lease_s))
             raise
         except BaseException:
             self._let_go(reader, 0)
@@ -95,6 +105,8 @@ class Readers:
         self._attached[reader.rids[0]] = reader
 
     def _let_go(self, reader: Reader, grace_s: float) -> None:
+        if self._draining and grace_s > 0:
+            grace_s = max(grace_s, self._lease_s)
         if reader.open and not reader.superseded:
             self._spawn(self._leave(sorted(reader.open), grace_s))
 
@@ -107,7 +119,7 @@ class Readers:
             else:
                 await self._queue.cancel(rids, "The client went away.")
         except (StoreUnavailable, *TRANSIENT) as e:
-            log.warning("%d requests end with their reader lease instead of now: %s", len(rids), e)
+            log.warning("requests end with their reader lease instead of now: %s", e, extra=about(*rids))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -108,6 +108,7 @@ async def open_services(settings: InferenceSettings, store: Store, name: str) ->
             control = ControlChannel(client, processes.alive)
             backend = Backend(queue, feed, ModelRegistry(client), processes, control)
             services = build(settings, backend, override)
+            feed.on_pause = services.metrics.slow_readers.labels("paused").inc
             keeper = asyncio.create_task(services.readers.keep())
             try:
                 yield services

@@ -52,8 +52,14 @@ class ApiSettings(InferenceSettings):
         10.0, ge=0, description="seconds a stream's headers wait for the first token, so that errors have a status"
     )
     keep_alive_s: float = Field(15.0, gt=0, description="seconds of silence after which a stream sends a comment")
+    slow_reader_s: float = Field(
+        30.0, gt=0, description="seconds that a client may take nothing of a stream; then its connection is closed"
+    )
     resume_grace_s: float = Field(
         2.0, ge=0, description="seconds a stream goes on without its client; X-Resume-Grace asks for another value"
     )
     max_resume_grace_s: float = Field(60.0, ge=0, description="largest grace a client may ask for, in seconds")
+    drain_delay_s: float = Field(
+        0.0, ge=0, description="seconds that it goes on accepting after SIGTERM, while /health says draining"
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may take to finish on SIGTERM")

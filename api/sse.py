@@ -18,8 +18,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ClientGone, as_request_error
+from .errors import ClientGone, SlowReader, as_request_error
 
+ABORT = "headrace.abort"  # an extension of the scope (server.py): closes the connection, what is buffered is dropped
 HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would hold events back
@@ -68,6 +69,9 @@ class EventStream(Response):
         events: opens the events, encoded; left when the stream ends, fails, or the client goes.
         first_wait_s: how long the headers wait for the first event.
         keep_alive_s: how long nothing may be sent.
+        slow_reader_s: how long a client may take nothing while there is something to send; then its connection is
+            closed, without what the server still holds for it.
+        on_slow: called when that happens.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class EventStream(Response):
         *,
         first_wait_s: float,
         keep_alive_s: float,
+        slow_reader_s: float = 30.0,
+        on_slow: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(None, 200, {**HEADERS, **(headers or {})}, media_type="text/event-stream")
@@ -84,6 +90,8 @@ class EventStream(Response):
         self._events = events
         self._first_wait_s = first_wait_s
         self._keep_alive_s = keep_alive_s
+        self._slow_reader_s = slow_reader_s
+        self._on_slow = on_slow
         self._started = False
         self._ended = False
         self._sent_at = 0.0
@@ -94,9 +102,14 @@ class EventStream(Response):
         alive = asyncio.ensure_future(self._keep_alive(send))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            done, _ = await asyncio.wait({pump, alive, gone}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {gone}:
+                task.result()
+        except SlowReader:
+            self._on_slow()
+            if (abort := scope.get("extensions", {}).get(ABORT)) is not None:
+                abort["abort"]()
+                await asyncio.wait({gone}, timeout=1.0)  # the server has noticed, so that this is no broken answer
         finally:
             for task in (pump, alive, gone):
                 task.cancel()
@@ -107,6 +120,8 @@ class EventStream(Response):
             async with self._events() as events, aclosing(events):
                 async for data in events:
                     await self._send(send, data)
+        except SlowReader:
+            raise
         except Exception as e:
             if not self._started:
                 raise
@@ -133,4 +148,8 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             self._ended = not more
             self._sent_at = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            try:
+                async with asyncio.timeout(self._slow_reader_s):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError as e:
+                raise SlowReader from e

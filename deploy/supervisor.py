@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 DRAIN_ORDER = (("api", "batch"), ("worker",), ("detok",))
 FIRST_PHASE = 0.8  # of the drain's time is for open requests; the rest for workers and detokenizers to let go
+ONE_PORT = {"health_port": 0}  # HEADRACE_HEALTH_PORT cannot be every child's; /health and /server_info tell of them
 
 
 def run(settings: ServeSettings) -> int:
@@ -131,7 +132,7 @@ class Supervisor:
 
     def _add(self, role: str, **own: object) -> None:
         index = sum(child.role == role for child in self._children)
-        env = child_environment(self._settings, role_settings(role), own | {"redis_url": self._redis_url})
+        env = child_environment(self._settings, role_settings(role), own | {"redis_url": self._redis_url, **ONE_PORT})
         if role == "worker" and self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._gpus[index % len(self._gpus)]
         fds = [self._listener.fileno()] if role == "api" else []

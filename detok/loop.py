@@ -18,6 +18,7 @@ from ..shared.chunks import TokenChunk
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client, Patience
 from ..shared.errors import StoreUnavailable
 from ..shared.failpoints import failpoint
+from ..shared.health import Progress
 from ..shared.job_queue import JobQueue
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
@@ -66,6 +67,7 @@ class Detokenizer:
         self._text_budget = text_budget
         self._slice = slice_requests
         self._stop = stop
+        self.progress = Progress(shards.lease_s, lambda: len(streams) > 0)
         self._channels = Channels(client)
         self._moved: deque[tuple[str, TokenChunk | None]] = deque()  # rids to look at, with tokens that were pushed
         self._patience = Patience(None)
@@ -77,6 +79,7 @@ class Detokenizer:
         """Work until told to stop, then leave the shards to others."""
         self._member.update(state="ready")
         while not self._stop.draining:
+            self.progress.turn()
             try:
                 self._keep_shards()
                 self._sweep()
@@ -107,6 +110,7 @@ class Detokenizer:
         if not self._outage:
             log.warning("Redis does not answer, waiting for it: %s", error)
         self._outage = True
+        self.progress.turn()  # who waits for Redis is not stuck
 
     def _recovered(self) -> None:
         """After an outage everything is read anew: a store that lost its tail goes on with other tokens than ours."""

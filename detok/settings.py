@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ..shared.settings import Bytes, StoreSettings
+from ..shared.settings import Bytes, HealthSettings
 
 
-class DetokSettings(StoreSettings):
+class DetokSettings(HealthSettings):
     """One detokenizer serves every model: it takes its share of the shards, and tokenizers from the store."""
 
     slice_requests: int = Field(

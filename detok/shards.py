@@ -28,6 +28,7 @@ class Shards:
         member: this process's id in the registry.
 
     Attributes:
+        lease_s: of a shard.
         epochs: fence of each shard that is ours.
     """
 
@@ -37,7 +38,7 @@ class Shards:
         self._long_lease = ShardLease(scripts, owner, LOADING_S)
         self._peers = Peers(client, member, lease_s)
         self._all = range(count)
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._next = float("-inf")
         self._free_since: dict[int, float] = {}
         self._share_again_at = float("-inf")
@@ -50,7 +51,7 @@ class Shards:
 
     def keep(self) -> None:
         """Renew the leases, leave what is above our share, take what is free."""
-        self._next = time.monotonic() + self._lease_s / 3
+        self._next = time.monotonic() + self.lease_s / 3
         self.epochs = self._lease.take(list(self.epochs))
         failpoint("detok.peers")
         share = self._peers.share(len(self._all))
@@ -81,7 +82,7 @@ class Shards:
         now = time.monotonic()
         free = self._free()
         self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
-        stale = [shard for shard, since in self._free_since.items() if now - since > 2 * self._lease_s]
+        stale = [shard for shard, since in self._free_since.items() if now - since > 2 * self.lease_s]
         if stale:  # a peer that lives does not take its share: do not leave it ours again at once
             self._share_again_at = now + UNSHARED_S
         return sorted({*free[: max(0, room)], *stale})

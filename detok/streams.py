@@ -15,6 +15,7 @@ from ..shared.chunks import Finish, TextChunk, TokenChunk, Usage
 from ..shared.errors import ProtocolError
 from ..shared.failpoints import failpoint
 from ..shared.ids import shard_in
+from ..shared.logs import about
 from ..shared.text_stream import DecodeRecord, Publish, Published, TextStream
 from ..shared.token_stream import TokenStream
 from .state import DecodeState
@@ -129,7 +130,7 @@ class Streams:
             return self._text.records(rids) if rids else {}
         except ProtocolError as e:
             if len(rids) == 1:
-                log.error("%s", e, extra={"request_id": rids[0]})
+                log.error("%s", e, extra=about(rids[0]))
                 return {}
         return {rid: record for one in rids for rid, record in self._records([one]).items()}
 
@@ -142,7 +143,7 @@ class Streams:
             before = state.published
             chunk = state.push(merge(chunks))
         except ProtocolError as e:
-            log.error("%s", e, extra={"request_id": rid})
+            log.error("%s", e, extra=about(rid))
             self._states.pop(rid, None)
             return None if record is None else self._failed(rid, record)  # the next look reads its record
         return None if chunk is None else Publish(chunk, before, state.published, state.encode())

@@ -7,6 +7,7 @@ tenant are chosen when there is room, not at arrival. It leaves the stream in on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,8 +22,19 @@ from .clients import Client
 from .errors import ProtocolError
 from .failpoints import failpoint
 from .ids import shard_in
+from .logs import about
 from .messages import LANES, GenerateJob
 from .scripts import Call, Scripts
+
+log = logging.getLogger(__name__)
+
+# What a sweep does about a request, and how loudly it is said; `%s` is the worker that held it.
+SWEPT = {
+    "lost": (logging.WARNING, "worker %s was silent for a lease: the request waits for another"),
+    "dead": (logging.ERROR, "worker %s was its last: the request is given up"),
+    "expired": (logging.INFO, "the request passed its deadline, held by %s"),
+    "unread": (logging.INFO, "nobody reads the request, held by %s: it ends"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +191,8 @@ class JobQueue:
             Whether there may be more to look at.
         """
         args = (limit, int(reclaim), keys.MAX_ATTEMPTS, text_budget)
-        return int(self._scripts.call(Call("sweep", shard, args))) >= limit
+        looked, *done = self._scripts.call(Call("sweep", shard, args))
+        for rid, what, owner in zip(done[::3], done[1::3], done[2::3], strict=True):
+            level, message = SWEPT[what.decode()]
+            log.log(level, message, owner.decode() or "nobody", extra=about(rid.decode()))
+        return int(looked) >= limit

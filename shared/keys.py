@@ -24,7 +24,7 @@ has a slot of its own, and is used alone. A cluster's channels are sharded ones 
     hr:{s}:fin                       zset     '<rid> <bytes>' of finished requests, by the time (ms) their text expires
     hr:{s}:finb                      string   bytes of text under `fin`
     hr:{s}:dead                      stream   poison: rid, attempts, last owner; trimmed
-    hr:{s}:count                     hash     counters: retries, takeovers, fenced writes, expired, dead …
+    hr:{s}:count                     hash     counters: COUNTERS in overview.py
     hr:models                        hash     name → ModelCard
     hr:blob:<sha256>                 bytes    tokenizers and other files that cards name
     hr:workers                       zset     process ids of every role by last heartbeat (ms)

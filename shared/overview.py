@@ -19,7 +19,8 @@ COUNTERS = {
     "retries": "Requests given to the queue again because their worker's lease ran out",
     "takeovers": "Claims of a request that had been claimed before",
     "fenced": "Writes refused because another process holds the request or shard now",
-    "expired": "Requests that ended by a deadline, or because nobody read them, while they waited",
+    "expired": "Choices that passed their deadline",
+    "unread": "Choices that ended because nobody read them any more",
     "dead": "Requests given up because they ended their worker again and again",
 }
 

@@ -176,6 +176,12 @@ class Membership:
         self._write(pipe, ttl_ms)
         await pipe.execute()
 
+    def say(self, client: Client, state: State) -> None:
+        """Be listed in another state, for once: from another thread, while the loop that should `beat` hangs."""
+        said = replace(self.info, state=state).encode()
+        write_always(client, "SET", keys.worker(self.info.id), said, "PX", keys.PROCESS_TTL_MS)
+        write_always(client, "ZADD", keys.WORKERS, int(time.time() * 1000), self.info.id)
+
     def leave(self, client: Client) -> None:
         """Be listed no more."""
         if "slot" in self.info.extra:

@@ -99,6 +99,13 @@ class StoreSettings(Settings):
         return self.redis_url
 
 
+class HealthSettings(StoreSettings):
+    """Of a role that has no port of its own otherwise."""
+
+    health_port: int = Field(0, ge=0, le=65535, description="port that answers /health and /live; 0: none")
+    health_host: str = Field("127.0.0.1", description="address of --health-port")
+
+
 S = TypeVar("S", bound=Settings)
 
 

@@ -5,65 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from . import keys
 from .channels import Dialect
-from .chunks import TextChunk
 from .clients import TRANSIENT, AsyncClient, is_cluster, node_of_async
 from .errors import ProtocolError, StreamGone
 from .failpoints import failpoint
+from .following import Following
 from .ids import shard_in
+from .logs import about
 from .text_stream import Position, decode_entry, decode_push
 
 log = logging.getLogger(__name__)
 
 REPAIR_EVERY_S = 1.0  # a choice that was quiet for so long is read from its stream
-TOUCH_EVERY_S = 5.0
-
-
-class Following:
-    """The choices of one client's request, from given positions on. Iterate it once; it ends with the last choice."""
-
-    def __init__(self, positions: dict[str, Position]) -> None:
-        self.positions = positions
-        self.open = set(positions)
-        self._ready: asyncio.Queue[TextChunk | Exception] = asyncio.Queue()
-
-    def offer(self, chunk: TextChunk, before: Position) -> bool:
-        """Take a chunk that stands at `before`; False when something between is missing."""
-        here = self.positions[chunk.rid]
-        after = Position(chunk.end, chunk.seq)
-        if after <= here or chunk.rid not in self.open:
-            return True
-        if before != here:
-            return False
-        self._take(chunk, after)
-        return True
-
-    def read(self, chunk: TextChunk, after: Position) -> None:
-        """Take a chunk that was read from the stream behind our position: nothing can be missing."""
-        if after > self.positions[chunk.rid] and chunk.rid in self.open:
-            self._take(chunk, after)
-
-    def _take(self, chunk: TextChunk, after: Position) -> None:
-        self.positions[chunk.rid] = after
-        if chunk.finish is not None:
-            self.open.discard(chunk.rid)
-        self._ready.put_nowait(chunk)
-
-    def fail(self, error: Exception) -> None:
-        self.open.clear()
-        self._ready.put_nowait(error)
-
-    async def __aiter__(self) -> AsyncIterator[TextChunk]:
-        while self.open or not self._ready.empty():
-            item = await self._ready.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
+READ_ENTRIES = 256  # of one choice at once
 
 
 class TextFeed:
@@ -82,6 +41,7 @@ class TextFeed:
         self._quiet: set[str] = set()  # followed rids that were not pushed to since the last repair
         self._behind: set[str] = set()  # a push showed that something before it is missing
         self._repair_now = asyncio.Event()
+        self.on_pause: Callable[[], None] = lambda: None  # called when a client reads too slowly
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TextFeed:
@@ -104,7 +64,11 @@ class TextFeed:
 
         Iterating raises StreamGone when a request is not there (any more): it ended long ago, or never was.
         """
-        following = Following({rid: (after or {}).get(rid, Position()) for rid in rids})
+        following = Following(
+            {rid: (after or {}).get(rid, Position()) for rid in rids},
+            room=lambda: self._ask(following.open),
+            pause=lambda: self.on_pause(),
+        )
         self._by_rid.update(dict.fromkeys(following.positions, following))
         if after is not None:
             self._ask(following.positions)  # what came before is in the stream, not pushed again
@@ -192,7 +156,7 @@ class TextFeed:
         if following is None:
             return
         self._quiet.discard(chunk.rid)
-        if not following.offer(chunk, before):
+        if not following.offer(chunk, before, len(data)):
             self._ask([chunk.rid])
 
     async def _repair(self) -> None:
@@ -215,23 +179,34 @@ class TextFeed:
                 self._behind |= behind  # the listener reports the outage
 
     async def _read(self, rids: list[str]) -> None:
+        rids = [rid for rid in rids if not self._by_rid[rid].paused]
         if not rids:
             return
         pipe = self._client.pipeline(transaction=False)
         for rid in rids:
             shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
+            behind = f"({here.end}-{here.seq}" if here != Position() else "-"
             pipe.exists(keys.request(shard, rid))
-            pipe.xrange(keys.text(shard, rid), min=f"({here.end}-{here.seq}" if here != Position() else "-")
+            pipe.xrange(keys.text(shard, rid), min=behind, count=READ_ENTRIES)
         failpoint("api.repair")
         replies = await pipe.execute()
         for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
             following = self._by_rid.get(rid)
-            if following is None:
-                continue
-            try:
-                for entry_id, fields in entries:
-                    following.read(*decode_entry(rid, entry_id, fields))
-            except ProtocolError as e:
-                following.fail(e)  # this reader's alone: the task goes on for the others
-            if not there and rid in following.open:
-                following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))
+            if following is not None:
+                self._found(following, rid, entries, bool(there))
+
+    def _found(self, following: Following, rid: str, entries: Sequence[Any], there: bool) -> None:
+        """What a choice's stream holds behind our position, or the beginning of it."""
+        try:
+            for entry_id, fields in entries:
+                size = sum(map(len, fields.values()))
+                following.read(*decode_entry(rid, entry_id, fields), size)
+        except ProtocolError as e:
+            log.error("%s", e, extra=about(rid))
+            following.fail(e)  # this reader's alone: the task goes on for the others
+        if rid not in following.open or following.paused:
+            return
+        if len(entries) == READ_ENTRIES:
+            self._ask([rid])
+        elif not there:
+            following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 from headrace.shared import keys, overview
-from headrace.shared.async_job_queue import LONGEST_WAIT_S, UNMEASURED_S, retry_after_s
+from headrace.shared.async_job_queue import LONGEST_WAIT_S, UNMEASURED_S, AsyncJobQueue, retry_after_s
 from headrace.shared.chunks import Finish, TokenChunk
-from headrace.shared.clients import Client, connect
+from headrace.shared.clients import Client, connect, connect_async
 from headrace.shared.errors import InvalidRequest, Overloaded
 from headrace.shared.ids import family_from
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.messages import SamplingParams
 from headrace.shared.scripts import Scripts
-from headrace.shared.token_stream import Append, TokenStream
+from headrace.shared.token_stream import Append, TokenStream, Written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit.queues import SHARDS, submit
+from kit.deployment import Deployment
+from kit.queues import SHARDS, a_job, submit
 
 
 class Rig:
@@ -158,3 +162,68 @@ def test_the_overview_counts_what_waits_runs_and_was_lost(rig: Rig) -> None:
     seen = rig.overview()
     assert seen.lanes["m", "std"].running == 3
     assert (seen.counters["submitted"], seen.counters["retries"], seen.counters["takeovers"]) == (3, 1, 1)
+
+
+def test_a_deadline_ends_what_waits_and_what_runs(rig: Rig) -> None:
+    waiting, running = rig.submit(deadline_s=50), rig.submit(deadline_s=50, lane="rt")
+    (claim,) = rig.queue.pull("m", owner="w", consumer="host:0", slots=1, lease_s=60)
+    assert claim.job.rid == running
+    rig.tokens.append([Append(claim.epoch, TokenChunk(running, 0, (7,)))])
+    for rid in (waiting, running):
+        rig.client.hset(keys.request(0, rid), "dl", 1)
+        rig.client.zadd(keys.active(0), {rid: 1})
+    rig.queue.sweep(0, reclaim=True, text_budget=1 << 20)
+    more = Append(claim.epoch, TokenChunk(running, 1, (8,)))
+    assert rig.tokens.append([more])[running] is Written.CANCELLED
+    for rid, tokens in ((waiting, 0), (running, 2)):
+        *_, end = rig.tokens.read({rid: 0})[rid]
+        assert end.finish is not None
+        assert (end.finish.type, end.finish.status, end.start) == ("error", 504, tokens)
+    assert rig.overview().counters["expired"] == 2
+
+
+def test_memory_closes_the_door_at_four_fifths(rig: Rig) -> None:
+    used = int(rig.client.info("memory")["used_memory"])
+
+    async def submit_with(memory: int) -> None:
+        client = connect_async(rig.url)
+        try:
+            queue = AsyncJobQueue(client, SHARDS, memory=memory)
+            await queue.submit(a_job(), deadline_s=60, reader_lease_s=None, keep_s=30)
+        finally:
+            await client.aclose()
+
+    asyncio.run(submit_with(2 * used))
+    with pytest.raises(Overloaded) as refused:
+        asyncio.run(submit_with(used))
+    assert refused.value.code == "memory_full"
+    assert 1 <= refused.value.retry_after_s <= LONGEST_WAIT_S
+
+
+def test_a_client_is_told_when_to_come_again_and_other_tenants_are_served(redis_url: str, tmp_path: Path) -> None:
+    """One worker that runs one request at a time, and a queue with room for a few of each tenant."""
+    with Deployment(redis_url, tmp_path, [{"tokens": 8, "tokens_per_s": 40}]) as deployment:
+        deployment.start("worker", "--max-running", "1")
+        deployment.start("detok")
+        keys_of = ("--api-key", "greedy:a", "--api-key", "modest:b")
+        deployment.start("api", *keys_of, "--max-waiting", "64", "--max-waiting-tenant", "16")
+        deployment.ready()
+
+        async def ask(http: httpx.AsyncClient, key: str) -> httpx.Response:
+            body = {"model": "m", "prompt": "x", "max_tokens": 8}
+            return await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+        async def go() -> tuple[list[httpx.Response], list[httpx.Response]]:
+            async with httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False) as http:
+                greedy = [asyncio.create_task(ask(http, "a")) for _ in range(96)]
+                while not any(t.done() and t.result().status_code == 429 for t in greedy):  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.05)
+                modest = [await ask(http, "b") for _ in range(3)]
+                return await asyncio.gather(*greedy), modest
+
+        greedy, modest = asyncio.run(go())
+        refused = [answer for answer in greedy if answer.status_code == 429]
+        assert {answer.status_code for answer in greedy} == {200, 429}
+        assert [answer.status_code for answer in modest] == [200] * 3
+        assert all(1 <= int(answer.headers["Retry-After"]) <= LONGEST_WAIT_S for answer in refused)
+        assert {answer.json()["error"]["code"] for answer in refused} == {"queue_full"}

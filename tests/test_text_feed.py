@@ -11,8 +11,9 @@ from headrace.shared import keys
 from headrace.shared.chunks import Finish, TextChunk, Usage
 from headrace.shared.clients import AsyncClient, connect_async
 from headrace.shared.errors import ProtocolError
+from headrace.shared.following import Following
 from headrace.shared.ids import family_from
-from headrace.shared.text_feed import REPAIR_EVERY_S, Following, TextFeed
+from headrace.shared.text_feed import REPAIR_EVERY_S, TextFeed
 
 A, B = (f"{family_from(name, 1)}.0" for name in "ab")
 END = TextChunk(A, 0, "text", Usage(1, 1), seq=1, finish=Finish("stop"))

@@ -9,6 +9,7 @@ from ..shared.chunks import Finish
 from ..shared.errors import ProtocolError, RequestError
 from ..shared.failpoints import failpoint
 from ..shared.job_queue import Claim, JobQueue
+from ..shared.logs import about
 from ..shared.token_stream import TokenStream
 from .adapters import PoolAdapters
 from .interface import Engine
@@ -90,7 +91,7 @@ class Intake:
         held = self._publisher.held
         given = self._queue.release(self._owner, [(rid, one.epoch) for rid, one in held.items()])
         if given:
-            log.info("handed back %d requests for another worker", given)
+            log.info("handed back %d requests for another worker", given, extra=about(*held))
 
     def _under_suspicion(self) -> bool:
         """Whether a suspect runs that has made no token yet: nothing else is claimed until it has, or has ended."""
@@ -109,14 +110,18 @@ class Intake:
             self._fail(claim, Finish("error", message=e.message, status=e.status, param=e.param))
             return
         except ProtocolError as e:
-            log.error("%s", e, extra={"request_id": rid})
+            log.error("%s", e, extra=about(rid))
             self._fail(claim, Finish("error", message="The request's tokens were lost; send it again."))
             return
         failpoint("worker.admitted")
         # Not before the engine has it: what an outage kept from it must not be held, for `recover` to give it back.
         self._publisher.hold(claim)
+        named = about(rid, http=claim.job.request_id)
         if claim.suspect:
             self._suspect = rid
+            log.warning("runs alone: it has ended %d workers", claim.attempts, extra=named)
+        elif claim.epoch > 1:
+            log.info("taken over at token %d", claim.produced, extra=named)
 
     def _fail(self, claim: Claim, finish: Finish) -> None:
         self._queue.fail(self._owner, claim.job.rid, claim.epoch, claim.produced, finish)

@@ -17,7 +17,9 @@ from ..shared import keys
 from ..shared.clients import BLOCK_MS, TRANSIENT, Client
 from ..shared.errors import StoreUnavailable
 from ..shared.failpoints import failpoint
+from ..shared.health import Progress
 from ..shared.job_queue import JobQueue
+from ..shared.logs import about
 from ..shared.registry import Membership
 from ..shared.signals import StopSignal
 from ..shared.token_stream import TokenStream
@@ -54,6 +56,7 @@ class Worker:
         stream_interval: int,
         stop: StopSignal,
     ) -> None:
+        self.owner, self.consumer = owner, consumer
         self._engine = engine
         self._client = client
         self._member = member
@@ -63,6 +66,7 @@ class Worker:
         self._intake = Intake(
             engine, queue, tokens, adapters, self._publisher, self._pace, owner=owner, consumer=consumer
         )
+        self.progress = Progress(lease_s, lambda: bool(self._publisher.held))
         self._meter = Meter("pull", "publish")
         self._drain_s = drain_s
         self._stop = stop
@@ -95,10 +99,13 @@ class Worker:
         if not self._outage:
             log.warning("Redis does not answer, waiting for it: %s", error)
         self._outage = True
+        self.progress.turn()  # who waits for Redis is not stuck
         if self._time_is_up():
             raise StoreUnavailable(f"told to stop while Redis does not answer: {error}") from error
 
     def _going(self) -> bool:
+        self.progress.turn()
+        self.progress.limit_s = self._pace.lease_s
         time_is_up = self._time_is_up()
         waits_for = bool(self._publisher.held) and not self._control.standing_still  # who stands still ends nothing
         return self._drain_until is None or (waits_for and not time_is_up)
@@ -110,7 +117,8 @@ class Worker:
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._drain_s
             self._member.update(state="draining")
-            log.info("draining: %d requests still run", len(self._publisher.held))
+            held = self._publisher.held
+            log.info("draining: %d requests still run", len(held), extra=about(*held))
         return self._stop.immediate or time.monotonic() >= self._drain_until
 
     def _listen(self, wait_s: float = 0.0) -> bool:

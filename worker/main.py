@@ -6,15 +6,16 @@ import logging
 import uuid
 
 from ..shared import logs
-from ..shared.clients import connect
+from ..shared.clients import Client, connect
 from ..shared.control import Inbox
 from ..shared.failpoints import failpoint
+from ..shared.health import Health
 from ..shared.job_queue import JobQueue
 from ..shared.model_card import ModelCard
 from ..shared.registry import Membership, ProcessInfo, ServedModels, take_slot
 from ..shared.scripts import Scripts
 from ..shared.signals import StopSignal
-from ..shared.store import open_store
+from ..shared.store import Store, open_store
 from ..shared.token_stream import TokenStream
 from .adapters import PoolAdapters
 from .card import load_card
@@ -41,28 +42,43 @@ def run(settings: WorkerSettings) -> int:
     card, tokenizer = load_card(settings)
     client = connect(settings.redis_url, "worker")
     member = Membership(ProcessInfo("worker", model=card.name))
-    member.beat(client, LOADING_TTL_MS)
-    failpoint("worker.listed")
-    try:
-        engine = _load_engine(settings, card, tokenizer)
-    except BaseException:
-        member.leave(client)
-        raise
+    with Health(member, lambda: connect(settings.redis_url, "worker-health")) as health:
+        health.serve(settings.health_host, settings.health_port)
+        member.beat(client, LOADING_TTL_MS)
+        failpoint("worker.listed")
+        try:
+            engine = _load_engine(settings, card, tokenizer)
+            worker = _join(settings, store, client, member, engine, tokenizer, stop)
+        except BaseException:
+            member.leave(client)
+            raise
+        health.watch(worker.progress)
+        log.info("serving %s over %s as %s (%s)", engine.card.name, store.server, worker.consumer, worker.owner)
+        worker.run()
+        engine.close()
+    return 0
+
+
+def _join(
+    settings: WorkerSettings,
+    store: Store,
+    client: Client,
+    member: Membership,
+    engine: Engine,
+    tokenizer: bytes,
+    stop: StopSignal,
+) -> Worker:
+    """Do as the pool does, register the model, and take a place among its workers."""
     models = ServedModels(client, member, tokenizer)
     member.update(pool=engine.card.pool)
     adapters = PoolAdapters(engine, models)
     control = Controller(engine, Inbox(client, engine.card.pool, member.info.id), member.info.id, models, adapters)
-    try:
-        control.join()
-        adapters.load(settings.adapters())
-    except BaseException:
-        member.leave(client)
-        raise
+    control.join()
+    adapters.load(settings.adapters())
     models.serve(engine.card)
     failpoint("worker.registered")
 
     owner, slot = uuid.uuid4().hex, take_slot(client, member)
-    consumer = f"{member.info.host}:{slot}"
     scripts, flushes = (Scripts(client, on_outage=lambda error: worker.note_outage(error)) for _ in range(2))
     queue = JobQueue(client, scripts, store.shards)
     queue.reap_consumers(engine.card.pool)
@@ -76,17 +92,14 @@ def run(settings: WorkerSettings) -> int:
         control,
         adapters,
         owner=owner,
-        consumer=consumer,
+        consumer=f"{member.info.host}:{slot}",
         shards=store.shards,
         lease_s=settings.lease_s,
         drain_s=settings.drain_s,
         stream_interval=settings.stream_interval,
         stop=stop,
     )
-    log.info("serving %s over %s as %s", engine.card.name, store.server, consumer)
-    worker.run()
-    engine.close()
-    return 0
+    return worker
 
 
 def _load_engine(settings: WorkerSettings, card: ModelCard, tokenizer: bytes) -> Engine:

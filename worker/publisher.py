@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from ..shared.job_queue import Claim
+from ..shared.logs import about
 from ..shared.model_card import DEFAULT_VERSION
 from ..shared.token_stream import Append, TokenStream, Written
 from .held import Held
@@ -68,9 +69,9 @@ class Publisher:
             if held is not None and held.epoch != write.epoch:
                 continue  # lost, and claimed again by ourselves since
             if written is Written.MISPLACED:
-                log.error("tokens do not follow what the stream holds; letting go", extra={"request_id": rid})
+                log.error("tokens do not follow what the stream holds; letting go", extra=about(rid))
             elif written is Written.FENCED:
-                log.warning("another worker took over; letting go", extra={"request_id": rid})
+                log.warning("another worker took over; letting go", extra=about(rid))
             self.let_go(rid)
 
     def _made(self, outputs: Iterable[StepOutput], now: float) -> Iterator[Append]:

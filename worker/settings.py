@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ..shared.settings import Bytes, StoreSettings, StrTuple
+from ..shared.settings import Bytes, HealthSettings, StrTuple
 
 
-class WorkerSettings(StoreSettings):
+class WorkerSettings(HealthSettings):
     """One worker process serves one model. A number of 0 means: choose by device and memory."""
 
     model: str = Field("", description="NAME=DIR, DIR, or a hub id: the model to serve")

@@ -17,6 +17,7 @@ from ...shared import logs
 from ...shared.clients import UNAVAILABLE, Client, connect
 from ...shared.errors import StoreUnavailable
 from ...shared.failpoints import failpoint
+from ...shared.health import Health, Progress
 from ...shared.registry import Membership, ProcessInfo
 from ...shared.signals import StopSignal
 from ...shared.store import Store, check_control, open_store
@@ -53,12 +54,20 @@ def run(settings: BatchSettings) -> int:
 
 async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
     membership = Membership(ProcessInfo("batch", extra={"drivers": settings.batch_drivers}))
+    progress = Progress(settings.lease_s)
     async with open_stores(settings) as stores:
         drivers = _start_drivers(settings, store, stop)
         sweeper = asyncio.create_task(_sweep(stores))
-        with connect(settings.redis_url, "headrace-batch-member") as client:
+        with (
+            connect(settings.redis_url, "headrace-batch-member") as client,
+            Health(membership, lambda: connect(settings.redis_url, "headrace-batch-health")) as health,
+        ):
+            health.serve(settings.health_host, settings.health_port)
+            for loop in [progress, *(driver.progress for driver in drivers)]:
+                health.watch(loop)
             membership.update("ready")
             log.info("driving up to %d batches at once", len(drivers))
+            ticker = asyncio.create_task(progress.tick())
             while not stop.draining and not sweeper.done() and all(driver.is_alive() for driver in drivers):
                 await _beat(membership, client, drivers)
             # One of them has died of a mistake of ours; whoever supervises starts us again.
@@ -69,6 +78,7 @@ async def _run(settings: BatchSettings, store: Store, stop: StopSignal) -> int:
                 driver.stop()
             while not stop.immediate and any(driver.is_alive() for driver in drivers):
                 await _beat(membership, client, drivers)
+            ticker.cancel()
             _leave(membership, client)
     return 1 if failed else 0
 
@@ -79,7 +89,7 @@ def _start_drivers(settings: BatchSettings, store: Store, stop: StopSignal) -> l
     for i in range(settings.batch_drivers):
         name = f"batch-{uuid.uuid4().hex[:8]}-{i}"
         drive = partial(_drive, settings, store, stop, name)
-        drivers.append(DriverThread(name, connect(url, "headrace-rq"), drive))
+        drivers.append(DriverThread(name, connect(url, "headrace-rq"), drive, settings.batch_lease_s))
         drivers[-1].start()
     return drivers
 

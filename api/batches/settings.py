@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from ...shared.settings import HealthSettings
 from ..settings import InferenceSettings
 
 
-class BatchSettings(InferenceSettings):
+class BatchSettings(InferenceSettings, HealthSettings):
     """One driver process. It reads and answers lines as the api does requests, with the same settings."""
 
     batch_drivers: int = Field(4, ge=1, description="batches that this process drives at once")

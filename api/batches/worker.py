@@ -17,6 +17,7 @@ from rq.timeouts import TimerDeathPenalty
 
 from ...shared.clients import UNAVAILABLE, Client
 from ...shared.failpoints import failpoint
+from ...shared.health import Progress
 from .model import Batch
 from .slices import QUEUE, enqueue_slice
 
@@ -62,17 +63,19 @@ class DriverThread(threading.Thread):
     Args:
         connection: to RQ's Redis; this thread's alone.
         drive: drives a batch for one slice.
+        lease_s: of a batch.
     """
 
     WORKER_TTL_S = 16  # RQ reads for 15 s less at a time, so a stop is heard within one
 
-    def __init__(self, name: str, connection: Client, drive: Drive) -> None:
+    def __init__(self, name: str, connection: Client, drive: Drive, lease_s: float) -> None:
         super().__init__(name=name, daemon=True)
         self._connection = connection
         self._drive = drive
         self._stopping = threading.Event()
         self.driving = False
         self.slices = 0  # driven since the start
+        self.progress = Progress(lease_s, lambda: self.driving)
 
     def stop(self) -> None:
         """Take no further slice; the one that runs ends by itself."""
@@ -85,6 +88,7 @@ class DriverThread(threading.Thread):
     def run(self) -> None:
         """Work until `stop`. RQ's loop ends on any trouble with Redis, and is begun again."""
         _thread.set(self)
+        self.progress.thread = threading.get_ident()
         while not self.stopping:
             try:
                 self._work()
@@ -102,15 +106,24 @@ class DriverThread(threading.Thread):
 
     def drive(self, batch_id: str) -> None:
         """One slice; a batch that has not ended is enqueued again, behind those that wait."""
+        self.progress.turn()
         self.driving = True
         try:
-            batch = asyncio.run(self._drive(batch_id))
+            batch = asyncio.run(self._ticking(batch_id))
         finally:
             self.driving = False
             self.slices += 1
         if batch is not None and not batch.ended:
             failpoint("batch.enqueue")
             enqueue_slice(self._connection, batch)
+
+    async def _ticking(self, batch_id: str) -> Batch | None:
+        """Drive it on a loop that says that it turns."""
+        ticker = asyncio.create_task(self.progress.tick())
+        try:
+            return await self._drive(batch_id)
+        finally:
+            ticker.cancel()
 
 
 def drive_slice(batch_id: str) -> None:

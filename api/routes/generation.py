@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import APIRouter, Request, Response
 
 from ...shared.errors import InvalidRequest
+from ...shared.logs import about
 from ..answers.events import LastEvent
 from ..errors import json_response
 from ..openapi import json_body
@@ -21,6 +23,8 @@ from ..sse import EventStream, unless_gone
 from ..streams import Chunks, encoded, find
 from ..translate import Endpoint
 from .requests import caller_of, grace_of, read_json, services_of, settings_of
+
+log = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -118,8 +122,17 @@ def _event_stream(
             async with encoded(plan, run, seen) as stream:
                 yield stream
 
+    def on_slow() -> None:
+        metrics.slow_readers.labels("closed").inc()
+        log.info("its client took nothing for %.0f s and is cut off", settings.slow_reader_s, extra=about(plan.request))
+
     return EventStream(
-        events, first_wait_s=settings.first_token_wait_s, keep_alive_s=settings.keep_alive_s, headers=headers
+        events,
+        first_wait_s=settings.first_token_wait_s,
+        keep_alive_s=settings.keep_alive_s,
+        slow_reader_s=settings.slow_reader_s,
+        on_slow=on_slow,
+        headers=headers,
     )
 
 

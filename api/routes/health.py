@@ -9,7 +9,6 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request, Response
 
 from ...shared.errors import HeadraceError, Unavailable
-from ...shared.registry import ProcessInfo
 from ..backend import Backend
 from ..errors import STORE_ERRORS, json_response
 from ..inputs import Caller
@@ -23,24 +22,32 @@ PROBE_S = 20.0  # how long a probe's one token may take
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when a request would succeed: Redis answers, a worker and a detokenizer are ready."""
-    reason = await _why_not(services_of(request).backend)
+    """200 when a request would succeed: Redis answers, a worker and a detokenizer are ready, and we do not drain.
+
+    `state` is `ready`; otherwise `draining` (this replica), or what those are that should be ready: `starting`,
+    `stuck`, `draining`, and `down` where there are none.
+    """
+    state, reason = await _state(request)
     if reason is None:
-        return json_response({"status": "ok"})
-    return json_response({"status": "unavailable", "reason": reason}, 503)
+        return json_response({"status": "ok", "state": state})
+    return json_response({"status": "unavailable", "state": state, "reason": reason}, 503)
 
 
-async def _why_not(backend: Backend) -> str | None:
+async def _state(request: Request) -> tuple[str, str | None]:
+    """The state, and the reason where it is not `ready`."""
+    if request.app.state.draining():
+        return "draining", "this replica was told to stop"
     try:
-        processes = await backend.processes.alive()
+        processes = await services_of(request).backend.processes.alive()
     except STORE_ERRORS:
-        return "Redis does not answer"
-    missing = [role for role in ("worker", "detok") if not _ready(processes, role)]
-    return f"no {' and no '.join(missing)} is ready" if missing else None
-
-
-def _ready(processes: list[ProcessInfo], role: str) -> bool:
-    return any(process.role == role and process.state == "ready" for process in processes)
+        return "down", "Redis does not answer"
+    found = {role: {p.state for p in processes if p.role == role} for role in ("worker", "detok")}
+    missing = [role for role, states in found.items() if "ready" not in states]
+    if not missing:
+        return "ready", None
+    states = set.union(*(found[role] for role in missing))
+    state = next((state for state in ("stuck", "starting", "draining") if state in states), "down")
+    return state, f"no {' and no '.join(missing)} is ready"
 
 
 @router.get("/health_generate")

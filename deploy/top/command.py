@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ...shared.address import redacted
 from ...shared.clients import TRANSIENT, Client, connect
 from ...shared.errors import ConfigError, StoreUnavailable
 from ..embedded import socket_path
@@ -31,7 +32,7 @@ def run(settings: TopSettings) -> int:
         with connect(url, "headrace-top") as client:
             return _once(client, settings) if settings.once or settings.as_json else _live(client, settings)
     except TRANSIENT as e:
-        raise StoreUnavailable(f"Redis does not answer at {url}: {e}") from e
+        raise StoreUnavailable(f"Redis does not answer at {redacted(url)}: {e}") from e
 
 
 def _embedded(settings: TopSettings) -> str:

@@ -1,8 +1,16 @@
 #!lua flags=allow-oom
 -- sweep: look at what is due: lost workers, gone readers, passed deadlines; and keep finished text within its budget.
 -- ARGV: limit reclaim('1': leases may be judged) max_attempts text_budget_bytes
--- Replies how many requests were looked at: when it equals `limit` there may be more.
+-- Replies how many requests were looked at (when it equals `limit` there may be more), then of each that something was
+--   done about: rid, `lost` `dead` `expired` `unread`, owner.
 local now, limit, max_attempts = clock_ms(), tonumber(ARGV[1]), tonumber(ARGV[3])
+local done = {}
+
+local function note(rid, what, owner)
+  done[#done + 1] = rid
+  done[#done + 1] = what
+  done[#done + 1] = owner
+end
 
 local function lost(rid, h)
   if h.cx ~= '' then return requeue(rid, h) end
@@ -12,11 +20,13 @@ local function lost(rid, h)
   redis.call('HSET', P .. 'r:' .. rid, 'att', attempts)
   if attempts >= max_attempts then
     count('dead')
+    note(rid, 'dead', h.ow)
     redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'r', rid, 'att', attempts, 'ow', h.ow)
     finish(rid, h, '{"type":"error","status":500,"message":"The request ended its worker ' .. attempts
       .. ' times and was given up."}')
   else
     count('retries')
+    note(rid, 'lost', h.ow)
     requeue(rid, h)
   end
 end
@@ -24,17 +34,20 @@ end
 local function look(rid)
   local h = load(rid)
   if not h or h.st == 'done' then return redis.call('ZREM', P .. 'act', rid) end
-  local reason
+  local reason, what
   if h.rd ~= '' and tonumber(h.rd) <= now then
-    reason = '{"type":"abort","message":"The client went away."}'
+    reason, what = '{"type":"abort","message":"The client went away."}', 'unread'
   elseif tonumber(h.dl) <= now then
-    reason = '{"type":"error","status":504,"message":"The request passed its deadline."}'
+    reason, what = '{"type":"error","status":504,"message":"The request passed its deadline."}', 'expired'
   end
   if reason and h.st == 'q' then
-    count('expired')
+    count(what)
+    note(rid, what, '')
     dequeue(rid, h)
     finish(rid, h, reason)
   elseif reason and h.st == 'run' and h.cx == '' then
+    count(what)
+    note(rid, what, h.ow)
     h.cx = reason
     redis.call('HSET', P .. 'r:' .. rid, 'cx', reason)
   elseif h.st == 'gd' then
@@ -60,4 +73,4 @@ if tonumber(redis.call('GET', P .. 'finb') or 0) > tonumber(ARGV[4]) then
     if tonumber(redis.call('GET', P .. 'finb')) > tonumber(ARGV[4]) then forget(member) end
   end
 end
-return #rids
+return {#rids, unpack(done)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...shared.chunks import Finish
 from ...shared.errors import EngineError, RequestError
+from ...shared.logs import about
 from .grammar import Grammar, Grammars, Matcher
 from .sequence import Sequence
 
@@ -68,7 +69,7 @@ class Preparing:
             except RequestError as e:
                 refused.append((rid, Finish("error", message=e.message, status=e.status, param=e.param)))
             except EngineError as e:
-                log.error("%s", e, extra={"request_id": rid})
+                log.error("%s", e, extra=about(rid))
                 refused.append((rid, Finish("error", message="The output so far does not follow the grammar.")))
         return ready, refused
 
