@@ -9,7 +9,7 @@ PYTEST ?= -n 2 --dist loadfile  # one file's tests share a Valkey
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo serve test long architectures lint format types bench clean
+.PHONY: help setup demo serve test redis long architectures lint format types bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the words
@@ -39,6 +39,11 @@ test: $(READY) ## all tests but the long ones
 	embedder=$$($(BIN)/headrace fetch all-minilm-l6-v2) && \
 	HEADRACE_TEST_MODEL=$$folder HEADRACE_TEST_GEMMA=$$gemma HEADRACE_TEST_EMBEDDER=$$embedder \
 	$(BIN)/pytest $(PYTEST) -m 'not long'
+
+redis: export OMP_NUM_THREADS = 1
+redis: $(READY) ## what concerns Redis's forms and versions, with the server REDIS=/path/of/redis-server
+	HEADRACE_TEST_REDIS=$(REDIS) $(BIN)/pytest $(PYTEST) tests/test_queue.py tests/test_clients.py tests/test_text_feed.py \
+	tests/test_redis_cluster.py tests/test_redis_sentinel.py tests/test_redis_tls.py
 
 long: export OMP_NUM_THREADS = 1
 long: export HEADRACE_LEDGER ?= docs/long-runs.md

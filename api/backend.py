@@ -13,7 +13,6 @@ from ..shared.messages import GenerateJob
 from ..shared.model_card import ModelCard
 from ..shared.overview import Overview
 from ..shared.registry import ProcessInfo
-from ..shared.text_stream import Position
 
 
 class Queue(Protocol):
@@ -51,9 +50,7 @@ class Feed(Protocol):
 
     name: str
 
-    def follow(
-        self, rids: Iterable[str], after: Mapping[str, Position] | None = None
-    ) -> AbstractAsyncContextManager[AsyncIterable[TextChunk]]: ...
+    def follow(self, rids: Iterable[str]) -> AbstractAsyncContextManager[AsyncIterable[TextChunk]]: ...
 
 
 class Models(Protocol):

@@ -78,7 +78,7 @@ class Inference:
                     yield seen.chunks(reader.chunks(_nothing(prepared)))
                     return
                 await self._submit(prepared, reader_lease_s=self._reader_lease_s)
-                async with self._backend.feed.follow(plan.rids, {}) as source:
+                async with self._backend.feed.follow(plan.rids) as source:
                     yield seen.chunks(reader.chunks(source))
 
     @asynccontextmanager
@@ -90,7 +90,7 @@ class Inference:
         family.set(plan.request)
         async with (
             self._readers.attach(plan.rids, grace_s=grace_s, resume=True) as reader,
-            self._backend.feed.follow(plan.rids, {}) as source,
+            self._backend.feed.follow(plan.rids) as source,
         ):
             yield reader.chunks(source)
 
@@ -107,7 +107,7 @@ class Inference:
             if prepared.asks_nothing:
                 return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, _nothing(prepared)))))
             await self._submit(prepared, reader_lease_s=None, keep_s=keep_s)
-            async with self._backend.feed.follow(plan.rids, {}) as source:
+            async with self._backend.feed.follow(plan.rids) as source:
                 return body_of(plan, await collect(plan, seen.chunks(by_index(plan.rids, source))))
 
     async def abandon(self, prepared: Prepared) -> None:

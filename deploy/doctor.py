@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..shared.errors import ConfigError, HeadraceError
-from ..shared.store import open_store
+from ..shared.store import check_control, open_store
 from .data_folder import DataFolder
 from .embedded import find_server, server_version
 from .models import resolve
@@ -76,6 +76,7 @@ def _devices(settings: ServeSettings) -> Finding:
 def _redis(settings: ServeSettings) -> str:
     if settings.redis_url:
         store = open_store(settings)
+        check_control(settings)
         return f"{store.server} at --redis-url, {store.memory / 2**30:.1f} GiB, {store.shards} shards"
     path = find_server()
     return f"embedded {Path(path).name} {'.'.join(map(str, server_version(path)))}"

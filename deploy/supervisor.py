@@ -23,7 +23,7 @@ from ..shared import logs
 from ..shared.clients import TRANSIENT, connect
 from ..shared.errors import ConfigError
 from ..shared.registry import processes
-from ..shared.store import open_store
+from ..shared.store import check_control, open_store
 from .child import Child, ChildFailed, Deaths
 from .data_folder import DataFolder
 from .embedded import EmbeddedServer
@@ -113,7 +113,9 @@ class Supervisor:
             adopted = self._store.launch()
             await asyncio.to_thread(self._store.wait)
             log.info("%s Valkey at %s", "adopted" if adopted else "started", self._store.socket)
-        await asyncio.to_thread(open_store, self._settings.model_copy(update={"redis_url": self._redis_url}))
+        settings = self._settings.model_copy(update={"redis_url": self._redis_url})
+        await asyncio.to_thread(open_store, settings)
+        await asyncio.to_thread(check_control, settings)
 
     def _start_roles(self) -> list[asyncio.Task[None]]:
         count = self._settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,15 +14,18 @@ from .channels import Dialect
 from .clients import TRANSIENT, AsyncClient, is_cluster, node_of_async
 from .errors import ProtocolError, StreamGone
 from .failpoints import failpoint
-from .following import Following
+from .following import Following, lost
 from .ids import shard_in
 from .logs import about
 from .text_stream import Position, decode_entry, decode_push
 
 log = logging.getLogger(__name__)
 
-REPAIR_EVERY_S = 1.0  # a choice that was quiet for so long is read from its stream
+REPAIR_EVERY_S = 1.0  # a choice that was quiet for so long is read from its stream, and after 2, 4, 8, 16, 24, … of it
+PATIENCE = 8
 READ_ENTRIES = 256  # of one choice at once
+
+Entries = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
 
 class TextFeed:
@@ -38,7 +41,7 @@ class TextFeed:
         self._shards = shards
         self.name = name
         self._by_rid: dict[str, Following] = {}
-        self._quiet: set[str] = set()  # followed rids that were not pushed to since the last repair
+        self._quiet: dict[str, int] = {}  # rounds of repair in which nothing was pushed to a followed rid
         self._behind: set[str] = set()  # a push showed that something before it is missing
         self._repair_now = asyncio.Event()
         self.on_pause: Callable[[], None] = lambda: None  # called when a client reads too slowly
@@ -57,21 +60,15 @@ class TextFeed:
             _done, pending = await asyncio.wait(pending, timeout=0.1)
 
     @asynccontextmanager
-    async def follow(
-        self, rids: Iterable[str], after: Mapping[str, Position] | None = None
-    ) -> AsyncIterator[Following]:
-        """Chunks of these choices, each choice's in order, from `after` on (from the start by default).
+    async def follow(self, rids: Iterable[str]) -> AsyncIterator[Following]:
+        """Chunks of these choices, each choice's in order, from the start on.
 
-        Iterating raises StreamGone when a request is not there (any more): it ended long ago, or never was.
+        Iterating raises StreamGone when a request is not there (any more): it ended long ago, never was, or the store
+        has lost what was shown of it.
         """
-        following = Following(
-            {rid: (after or {}).get(rid, Position()) for rid in rids},
-            room=lambda: self._ask(following.open),
-            pause=lambda: self.on_pause(),
-        )
+        following = Following(rids, room=lambda: self._ask(following.open), pause=lambda: self.on_pause())
         self._by_rid.update(dict.fromkeys(following.positions, following))
-        if after is not None:
-            self._ask(following.positions)  # what came before is in the stream, not pushed again
+        self._ask(following.positions)  # what came before is in the stream, not pushed again
         try:
             yield following
         finally:
@@ -79,7 +76,7 @@ class TextFeed:
                 if self._by_rid.get(rid) is not following:
                     continue  # another follower has taken over
                 del self._by_rid[rid]
-                self._quiet.discard(rid)
+                self._quiet.pop(rid, None)
                 self._behind.discard(rid)
 
     def _ask(self, rids: Iterable[str]) -> None:
@@ -92,13 +89,19 @@ class TextFeed:
         while True:
             try:
                 async with self._subscribed() as connections:
-                    self._ask(list(self._by_rid))
+                    self._doubt()
                     pause = 0.05
                     await self._hear_all(connections)
             except TRANSIENT as e:
                 log.warning("text pushes stopped, reading instead: %s", e)
                 await asyncio.sleep(pause)
                 pause = min(1.0, pause * 2)
+
+    def _doubt(self) -> None:
+        """The store was away, and may have come back with less than we have shown."""
+        for following in self._by_rid.values():
+            following.doubt()
+        self._ask(self._by_rid)
 
     async def _hear_all(self, connections: Sequence[Any]) -> None:
         """Hear each of them until one is broken: what it would say may be said at another node then."""
@@ -155,12 +158,12 @@ class TextFeed:
         following = self._by_rid.get(chunk.rid)
         if following is None:
             return
-        self._quiet.discard(chunk.rid)
+        self._quiet.pop(chunk.rid, None)
         if not following.offer(chunk, before, len(data)):
             self._ask([chunk.rid])
 
     async def _repair(self) -> None:
-        """Read the streams of those that are behind, at once, and of the quiet ones, every second."""
+        """Read the streams of those that are behind, at once, and of the quiet ones, now and then."""
         loop = asyncio.get_running_loop()
         look_at = loop.time() + REPAIR_EVERY_S
         while True:
@@ -169,8 +172,7 @@ class TextFeed:
                     await self._repair_now.wait()
             if loop.time() >= look_at:
                 look_at = loop.time() + REPAIR_EVERY_S
-                self._behind.update(self._quiet & self._by_rid.keys())
-                self._quiet = {rid for rid, f in self._by_rid.items() if rid in f.open}
+                self._behind.update(self._long_quiet())
             self._repair_now.clear()
             behind, self._behind = self._behind, set()
             try:
@@ -178,35 +180,77 @@ class TextFeed:
             except TRANSIENT:
                 self._behind |= behind  # the listener reports the outage
 
+    def _long_quiet(self) -> list[str]:
+        """One more round is over: those whose turn it is to be read. A push is lost with its connection alone, and then
+        all are read: this finds what should not happen, and must not cost what 1,000 idle streams would."""
+        due = []
+        for rid, following in self._by_rid.items():
+            if rid in following.open:
+                self._quiet[rid] = rounds = self._quiet.get(rid, 0) + 1
+                if rid in following.doubted or rounds & (rounds - 1) == 0 or rounds % PATIENCE == 0:
+                    due.append(rid)
+        return due
+
     async def _read(self, rids: list[str]) -> None:
-        rids = [rid for rid in rids if not self._by_rid[rid].paused]
+        for rid in rids:
+            if rid in self._by_rid and rid in self._by_rid[rid].doubted:
+                await self._retell(rid)
+        rids = [rid for rid in rids if rid in self._by_rid and self._by_rid[rid].takes(rid)]
         if not rids:
             return
         pipe = self._client.pipeline(transaction=False)
         for rid in rids:
             shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
             behind = f"({here.end}-{here.seq}" if here != Position() else "-"
-            pipe.exists(keys.request(shard, rid))
+            pipe.hmget(keys.request(shard, rid), "o", "xk")
             pipe.xrange(keys.text(shard, rid), min=behind, count=READ_ENTRIES)
         failpoint("api.repair")
         replies = await pipe.execute()
         for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
             following = self._by_rid.get(rid)
             if following is not None:
-                self._found(following, rid, entries, bool(there))
+                self._found(following, rid, entries, there)
 
-    def _found(self, following: Following, rid: str, entries: Sequence[Any], there: bool) -> None:
-        """What a choice's stream holds behind our position, or the beginning of it."""
+    def _found(self, following: Following, rid: str, entries: Entries, there: Sequence[bytes | None]) -> None:
+        """What a choice's stream holds behind our position, or the beginning of it; `there`: where its text ends."""
         try:
             for entry_id, fields in entries:
-                size = sum(map(len, fields.values()))
-                following.read(*decode_entry(rid, entry_id, fields), size)
+                following.read(decode_entry(rid, entry_id, fields)[0], _size(fields))
         except ProtocolError as e:
             log.error("%s", e, extra=about(rid))
             following.fail(e)  # this reader's alone: the task goes on for the others
-        if rid not in following.open or following.paused:
+        if not following.takes(rid):
             return
         if len(entries) == READ_ENTRIES:
             self._ask([rid])
-        elif not there:
+        elif None in there:
             following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))
+        elif not entries and Position(int(there[0]), int(there[1] or 0)) < following.positions[rid]:
+            following.doubted.add(rid)
+
+    async def _retell(self, rid: str) -> None:
+        """Read a choice's stream from its start: does it lead to what was shown, and beyond?"""
+        following, behind = self._by_rid[rid], "-"
+        told = following.retell(rid)
+        while True:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.exists(keys.request(shard_in(rid), rid))
+            pipe.xrange(keys.text(shard_in(rid), rid), min=behind, count=READ_ENTRIES)
+            there, entries = await pipe.execute()
+            try:
+                for entry_id, fields in entries:
+                    if rid not in following.doubted or rid not in following.open:
+                        return
+                    following.retold(decode_entry(rid, entry_id, fields)[0], told, _size(fields))
+                    behind = f"({entry_id.decode()}"
+            except ProtocolError as e:
+                log.error("%s", e, extra=about(rid))
+                following.fail(e)
+            if len(entries) < READ_ENTRIES:
+                break
+        if not there and rid in following.open and rid in following.doubted:
+            following.fail(lost(rid))
+
+
+def _size(fields: dict[bytes, bytes]) -> int:
+    return sum(map(len, fields.values()))

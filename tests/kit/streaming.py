@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ def nothing() -> None:
     """What befalls Redis: nothing."""
 
 
-def started(redis_url: str, folder: Path, *flags: str, control_url: str = "") -> Deployment:
-    """A deployment of one of each role, batch drivers left out; ready."""
-    deployment = Deployment(redis_url, folder, [SCRIPT])
-    deployment.start("worker", *LEASES, *flags)
-    deployment.start("detok", *LEASES, *flags)
-    deployment.start("api", *(("--control-redis-url", control_url) if control_url else ()), *flags)
-    deployment.ready()
-    return deployment
+@contextmanager
+def started(redis_url: str, folder: Path, control_url: str = "") -> Iterator[Deployment]:
+    """A deployment of a worker, a detokenizer and an api; ready."""
+    with Deployment(redis_url, folder, [SCRIPT]) as deployment:
+        deployment.start("worker", *LEASES)
+        deployment.start("detok", *LEASES)
+        control = ("--control-redis-url", control_url) if control_url else ()
+        deployment.start("api", "--durability", "relaxed", *control)
+        deployment.ready()
+        yield deployment
 
 
 def expected(deployment: Deployment) -> str:
