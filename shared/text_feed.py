@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from . import keys
-from .channels import Dialect
-from .clients import TRANSIENT, AsyncClient, is_cluster, node_of_async
+from .clients import TRANSIENT, AsyncClient
 from .errors import ProtocolError, StreamGone
 from .failpoints import failpoint
-from .following import Following, lost
+from .following import HELD_BYTES, Following, lost
 from .ids import shard_in
 from .logs import about
+from .pushes import Pushes
 from .text_stream import Position, decode_entry, decode_push
 
 log = logging.getLogger(__name__)
 
 REPAIR_EVERY_S = 1.0  # a choice that was quiet for so long is read from its stream, and after 2, 4, 8, 16, 24, … of it
 PATIENCE = 8
-READ_ENTRIES = 256  # of one choice at once
+READ_ENTRIES = 256  # at once at most, of all choices together, and of each:
+LEAST_ENTRIES = 4
 
 Entries = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
@@ -37,18 +36,18 @@ class TextFeed:
 
     def __init__(self, client: AsyncClient, shards: int, name: str) -> None:
         self._client = client
-        self._dialect = Dialect(is_cluster(client))
-        self._shards = shards
         self.name = name
         self._by_rid: dict[str, Following] = {}
         self._quiet: dict[str, int] = {}  # rounds of repair in which nothing was pushed to a followed rid
         self._behind: set[str] = set()  # a push showed that something before it is missing
         self._repair_now = asyncio.Event()
+        self._entry_bytes = 1000  # of the entries that were read last, on average
         self.on_pause: Callable[[], None] = lambda: None  # called when a client reads too slowly
+        self._pushes = Pushes(client, shards, name, self._hear, self._doubt)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TextFeed:
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._repair())]
+        self._tasks = [asyncio.create_task(self._pushes.listen()), asyncio.create_task(self._repair())]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,71 +82,11 @@ class TextFeed:
         self._behind.update(rids)
         self._repair_now.set()
 
-    async def _listen(self) -> None:
-        """Hear pushes for ever. What is said while we are not connected is repaired."""
-        pause = 0.05
-        while True:
-            try:
-                async with self._subscribed() as connections:
-                    self._doubt()
-                    pause = 0.05
-                    await self._hear_all(connections)
-            except TRANSIENT as e:
-                log.warning("text pushes stopped, reading instead: %s", e)
-                await asyncio.sleep(pause)
-                pause = min(1.0, pause * 2)
-
     def _doubt(self) -> None:
         """The store was away, and may have come back with less than we have shown."""
         for following in self._by_rid.values():
             following.doubt()
         self._ask(self._by_rid)
-
-    async def _hear_all(self, connections: Sequence[Any]) -> None:
-        """Hear each of them until one is broken: what it would say may be said at another node then."""
-        if len(connections) == 1:
-            return await self._hear_one(connections[0])
-        tasks = [asyncio.create_task(self._hear_one(connection)) for connection in connections]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _hear_one(self, connection: Any) -> None:
-        while True:
-            said = self._dialect.heard(await connection.read_response(timeout=math.inf))
-            if said is not None:
-                self._hear(said)
-
-    @asynccontextmanager
-    async def _subscribed(self) -> AsyncIterator[list[Any]]:
-        """Connections of our own that hear our channels. redis-py's PubSub starts a timer for each message."""
-        connections: dict[Any, Any] = {}  # by the server's pool
-        try:
-            for pool, names in (await self._channels()).items():
-                connections[pool] = connection = await pool.get_connection()
-                failpoint("api.subscribe")
-                for command in self._dialect.commands(self._dialect.subscribe, names):
-                    await connection.send_command(*command)
-                for _ in names:
-                    await connection.read_response()
-            yield list(connections.values())
-        finally:
-            for pool, connection in connections.items():
-                await connection.disconnect(nowait=True)  # a subscribed one is of no use to anybody else
-                await pool.release(connection)
-
-    async def _channels(self) -> dict[Any, list[str]]:
-        """The names of our channels, by the pool of the server that has them."""
-        names: dict[Any, list[str]] = {}
-        for shard in range(self._shards):
-            name = keys.reader_channel(shard, self.name)
-            names.setdefault((await node_of_async(self._client, name)).connection_pool, []).append(name)
-        return names
 
     def _hear(self, data: bytes) -> None:
         try:
@@ -192,40 +131,61 @@ class TextFeed:
         return due
 
     async def _read(self, rids: list[str]) -> None:
+        """Read what is behind our positions, a part at a time: what a client has no room for is read in vain."""
         for rid in rids:
             if rid in self._by_rid and rid in self._by_rid[rid].doubted:
                 await self._retell(rid)
-        rids = [rid for rid in rids if rid in self._by_rid and self._by_rid[rid].takes(rid)]
-        if not rids:
-            return
+        while rids:
+            limit = self._entries_at_once()
+            count = max(min(limit, LEAST_ENTRIES), limit // len(rids))
+            part, rids = rids[: max(1, limit // count)], rids[max(1, limit // count) :]
+            part = [rid for rid in part if rid in self._by_rid and self._by_rid[rid].takes(rid)]
+            if part:
+                await self._read_part(part, count)
+
+    def _entries_at_once(self) -> int:
+        return max(1, min(READ_ENTRIES, HELD_BYTES // self._entry_bytes))
+
+    async def _read_part(self, rids: list[str], count: int) -> None:
         pipe = self._client.pipeline(transaction=False)
         for rid in rids:
             shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
             behind = f"({here.end}-{here.seq}" if here != Position() else "-"
             pipe.hmget(keys.request(shard, rid), "o", "xk")
-            pipe.xrange(keys.text(shard, rid), min=behind, count=READ_ENTRIES)
+            pipe.xrange(keys.text(shard, rid), min=behind, count=count)
         failpoint("api.repair")
         replies = await pipe.execute()
+        self._measure([entry for entries in replies[1::2] for entry in entries])
         for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
             following = self._by_rid.get(rid)
             if following is not None:
-                self._found(following, rid, entries, there)
+                self._found(following, rid, entries, count, there)
 
-    def _found(self, following: Following, rid: str, entries: Entries, there: Sequence[bytes | None]) -> None:
-        """What a choice's stream holds behind our position, or the beginning of it; `there`: where its text ends."""
+    def _measure(self, entries: Entries) -> None:
+        if entries:
+            self._entry_bytes = max(1, sum(_size(fields) for _, fields in entries) // len(entries))
+
+    def _found(
+        self, following: Following, rid: str, entries: Entries, count: int, there: Sequence[bytes | None]
+    ) -> None:
+        """What a choice's stream holds behind our position, the first `count`; `there`: where its text ends."""
         try:
             for entry_id, fields in entries:
+                if not following.takes(rid):
+                    return
                 following.read(decode_entry(rid, entry_id, fields)[0], _size(fields))
         except ProtocolError as e:
             log.error("%s", e, extra=about(rid))
             following.fail(e)  # this reader's alone: the task goes on for the others
         if not following.takes(rid):
             return
-        if len(entries) == READ_ENTRIES:
+        if len(entries) == count:
             self._ask([rid])
-        elif None in there:
+            return
+        end, seq = there
+        if end is None or seq is None:
             following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))
-        elif not entries and Position(int(there[0]), int(there[1] or 0)) < following.positions[rid]:
+        elif not entries and Position(int(end), int(seq)) < following.positions[rid]:
             following.doubted.add(rid)
 
     async def _retell(self, rid: str) -> None:
@@ -233,10 +193,12 @@ class TextFeed:
         following, behind = self._by_rid[rid], "-"
         told = following.retell(rid)
         while True:
+            count = self._entries_at_once()
             pipe = self._client.pipeline(transaction=False)
             pipe.exists(keys.request(shard_in(rid), rid))
-            pipe.xrange(keys.text(shard_in(rid), rid), min=behind, count=READ_ENTRIES)
+            pipe.xrange(keys.text(shard_in(rid), rid), min=behind, count=count)
             there, entries = await pipe.execute()
+            self._measure(entries)
             try:
                 for entry_id, fields in entries:
                     if rid not in following.doubted or rid not in following.open:
@@ -246,7 +208,7 @@ class TextFeed:
             except ProtocolError as e:
                 log.error("%s", e, extra=about(rid))
                 following.fail(e)
-            if len(entries) < READ_ENTRIES:
+            if len(entries) < count:
                 break
         if not there and rid in following.open and rid in following.doubted:
             following.fail(lost(rid))

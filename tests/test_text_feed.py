@@ -207,7 +207,8 @@ def cut(text: str, data: st.DataObject, *, end: bool) -> list[TextChunk]:
     places = sorted({0, *data.draw(st.lists(st.integers(0, len(text)), max_size=4)), len(text)})
     chunks = [chunk(len(text[:a].encode()), text[a:b]) for a, b in itertools.pairwise(places)]
     if end:
-        if chunks and data.draw(st.booleans()):
+        joined: bool = data.draw(st.booleans())
+        if chunks and joined:
             chunks[-1] = replace(chunks[-1], finish=STOP)
         else:
             chunks.append(chunk(len(text.encode()), "", seq=2, finish=STOP))

@@ -22,7 +22,6 @@ from headrace.shared.messages import LANES, GenerateJob, Lane
 from headrace.shared.model_card import ModelCard
 from headrace.shared.overview import COUNTERS, LaneState, Overview
 from headrace.shared.registry import ProcessInfo
-from headrace.shared.text_stream import Position
 from kit.tokenizers import byte_level
 
 CHATML = (
@@ -126,9 +125,7 @@ class FakeBackend:
         self.left += [(rid, grace_s) for rid in rids]
 
     @asynccontextmanager
-    async def follow(
-        self, rids: Iterable[str], after: Mapping[str, Position] | None = None
-    ) -> AsyncIterator[AsyncIterator[TextChunk]]:
+    async def follow(self, rids: Iterable[str]) -> AsyncIterator[AsyncIterator[TextChunk]]:
         yield self._read(tuple(rids))
 
     async def _read(self, rids: tuple[str, ...]) -> AsyncIterator[TextChunk]:
