@@ -148,45 +148,42 @@ class TextFeed:
 
     async def _read_part(self, rids: list[str], count: int) -> None:
         pipe = self._client.pipeline(transaction=False)
-        for rid in rids:
-            shard, here = shard_in(rid), self._by_rid[rid].positions[rid]
+        asked = {rid: self._by_rid[rid].positions[rid] for rid in rids}  # pushes come while we read
+        for rid, here in asked.items():
+            shard = shard_in(rid)
             behind = f"({here.end}-{here.seq}" if here != Position() else "-"
             pipe.hmget(keys.request(shard, rid), "o", "xk")
             pipe.xrange(keys.text(shard, rid), min=behind, count=count)
         failpoint("api.repair")
         replies = await pipe.execute()
         self._measure([entry for entries in replies[1::2] for entry in entries])
-        for rid, there, entries in zip(rids, replies[::2], replies[1::2], strict=True):
+        for (rid, here), (end, seq), entries in zip(asked.items(), replies[::2], replies[1::2], strict=True):
             following = self._by_rid.get(rid)
-            if following is not None:
-                self._found(following, rid, entries, count, there)
+            if following is None:
+                continue
+            self._take(following, rid, entries)
+            if not following.takes(rid):
+                continue
+            if len(entries) == count:
+                self._ask([rid])
+            elif end is None or seq is None:
+                following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))
+            elif Position(int(end), int(seq)) < here:
+                following.doubted.add(rid)
 
     def _measure(self, entries: Entries) -> None:
         if entries:
             self._entry_bytes = max(1, sum(_size(fields) for _, fields in entries) // len(entries))
 
-    def _found(
-        self, following: Following, rid: str, entries: Entries, count: int, there: Sequence[bytes | None]
-    ) -> None:
-        """What a choice's stream holds behind our position, the first `count`; `there`: where its text ends."""
+    def _take(self, following: Following, rid: str, entries: Entries) -> None:
+        """What was read of a choice behind our position."""
         try:
             for entry_id, fields in entries:
-                if not following.takes(rid):
-                    return
-                following.read(decode_entry(rid, entry_id, fields)[0], _size(fields))
+                if following.takes(rid):
+                    following.read(decode_entry(rid, entry_id, fields)[0], _size(fields))
         except ProtocolError as e:
             log.error("%s", e, extra=about(rid))
             following.fail(e)  # this reader's alone: the task goes on for the others
-        if not following.takes(rid):
-            return
-        if len(entries) == count:
-            self._ask([rid])
-            return
-        end, seq = there
-        if end is None or seq is None:
-            following.fail(StreamGone(f"The request {rid.partition('-')[0]} is no longer there; send it again."))
-        elif not entries and Position(int(end), int(seq)) < following.positions[rid]:
-            following.doubted.add(rid)
 
     async def _retell(self, rid: str) -> None:
         """Read a choice's stream from its start: does it lead to what was shown, and beyond?"""

@@ -127,7 +127,9 @@ def test_a_push_is_taken_where_it_follows() -> None:
 
 
 def test_what_was_read_goes_on_where_we_stand_or_is_doubted() -> None:
-    following = follower(chunk(0, "one"), chunk(0, "one"), chunk(2, "e two"))
+    following = follower(chunk(0, "one"), chunk(0, "one"))
+    assert not following.doubted, "it was had: nothing is lost"
+    following.read(chunk(2, "e two"), 1)
     assert following.doubted == {A}
     assert following.positions[A] == Position(3, 1)
 

@@ -11,14 +11,15 @@ import httpx
 import pytest
 from headrace.deploy.top.sample import Sample, as_json, rates
 from headrace.deploy.top.view import picture
-from headrace.shared.messages import LANES
+from headrace.shared.messages import LANES, Lane
 from headrace.shared.overview import COUNTERS, LaneState, Overview
 from headrace.shared.registry import ProcessInfo
 from kit.deployment import Deployment
 from kit.serving import headrace, wait_until
 from rich.console import Console
 
-LANE = {("m", lane): LaneState(waiting=3, running=2, oldest_s=7.5, taken_per_s=1.5) for lane in LANES}
+STATE = LaneState(waiting=3, running=2, oldest_s=7.5, taken_per_s=1.5)
+LANE: dict[tuple[str, Lane], LaneState] = {("m", lane): STATE for lane in LANES}
 QUEUE = Overview(dict.fromkeys(COUNTERS, 10), LANE, 5, 0.0, 1, 2_000_000, 7, 1, 130.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -60,6 +61,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
+
+
 def wait_until(check: Any, what: str, limit_s: float = LIMIT_S) -> Any:
     """Poll until `check()` is true, and return it."""
     until = time.monotonic() + limit_s
@@ -114,7 +121,11 @@ class Serve:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(LIMIT_S)
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired as e:
+            left = {pid: _command(pid) for pid in (self.pid, *self.children())}
+            raise AssertionError(f"it does not end; there are still {left}\n{self.said}") from e
 
     def children(self) -> list[int]:
         return descendants(self.pid)
