@@ -51,7 +51,11 @@ class _AsyncParser(redis.asyncio.connection.DefaultParser):  # type: ignore[misc
 
 
 class _ToPrimary:
-    """Mixed into a connection: asks each time it connects where the primary is."""
+    """Mixed into a connection: asks each time it connects where the primary is, and the server whether it is one.
+
+    The sentinels name the old primary until they have agreed on the new one. Should it be back by then, as a replica
+    that has heard nothing yet, it would say of everything that it is not there.
+    """
 
     def __init__(self, *, find: Callable[[], Node], **options: Any) -> None:
         super().__init__(**options)
@@ -60,6 +64,11 @@ class _ToPrimary:
     def _connect(self) -> Any:
         self.host, self.port = self._find()
         return super()._connect()  # type: ignore[misc]
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        super().on_connect_check_health(check_health)  # type: ignore[misc]
+        self.send_command("HELLO", check_health=False)  # type: ignore[attr-defined]
+        _check_primary(self.read_response(), self.host, self.port)  # type: ignore[attr-defined]
 
 
 class _AsyncToPrimary:
@@ -72,6 +81,17 @@ class _AsyncToPrimary:
     async def _connect(self) -> Any:
         self.host, self.port = await self._find()
         return await super()._connect()  # type: ignore[misc]
+
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        await super().on_connect_check_health(check_health)  # type: ignore[misc]
+        await self.send_command("HELLO", check_health=False)  # type: ignore[attr-defined]
+        _check_primary(await self.read_response(), self.host, self.port)  # type: ignore[attr-defined]
+
+
+def _check_primary(hello: Any, host: str, port: int) -> None:
+    """HELLO, of a server that sentinels named: name and value, one after the other. Every user may say it."""
+    if dict(zip(hello[::2], hello[1::2], strict=True))[b"role"] != b"master":
+        raise RefusedForNow(f"{host}:{port} is not the primary, or not any more")
 
 
 class _OfCluster:
