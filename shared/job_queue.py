@@ -18,7 +18,7 @@ import redis.exceptions
 
 from . import keys
 from .chunks import Finish
-from .clients import Client
+from .clients import Client, write_always
 from .errors import ProtocolError
 from .failpoints import failpoint
 from .ids import shard_in
@@ -118,10 +118,18 @@ class JobQueue:
         try:
             job = GenerateJob.decode(body)
         except ProtocolError as e:
+            self._bury(owner, rid, attempts, f"The job cannot be read: {e}")
             self.fail(owner, rid, epoch, produced, Finish("error", message=f"The job cannot be read: {e}"))
             return None
         sampling = replace(job.sampling, sampling_seed=seed)
         return Claim(replace(job, rid=rid, sampling=sampling), epoch, produced, attempts)
+
+    def _bury(self, owner: str, rid: str, attempts: int, reason: str) -> None:
+        """Poison is kept to be looked at, beside what `sweep` gives up."""
+        shard = shard_in(rid)
+        fields = ("r", rid, "att", attempts, "ow", owner, "why", reason)
+        write_always(self._client, "XADD", keys.dead(shard), "MAXLEN", "~", 1000, "*", *fields)
+        write_always(self._client, "HINCRBY", keys.counters(shard), "dead", 1)
 
     def fail(self, owner: str, rid: str, epoch: int, produced: int, finish: Finish) -> None:
         """End a request that this owner holds, after its `produced` tokens."""

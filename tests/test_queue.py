@@ -346,6 +346,10 @@ def test_a_body_that_cannot_be_read_is_answered(rig: Rig) -> None:
     (end,) = rig.tokens().read({bad: 0})[bad]
     assert end.finish is not None
     assert end.finish.type == "error"
+    ((_, letter),) = rig.client.xrange(keys.dead(shard_in(bad)))
+    assert letter[b"r"] == bad.encode()
+    assert b"cannot be read" in letter[b"why"]
+    assert rig.client.hget(keys.counters(shard_in(bad)), "dead") == b"1"
 
 
 def test_publish_is_fenced_by_the_shards_lease(rig: Rig) -> None:

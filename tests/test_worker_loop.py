@@ -12,11 +12,12 @@ from typing import Any, Literal
 import pytest
 import redis.exceptions
 from conftest import Server
-from headrace.shared import keys
+from headrace.shared import keys, scripts
 from headrace.shared.chunks import Finish, TokenChunk
 from headrace.shared.clients import Client, connect
 from headrace.shared.control import Command, Inbox, Outcome
 from headrace.shared.errors import ConfigError, InvalidRequest, NotFound, StoreUnavailable
+from headrace.shared.failpoints import Failpoints
 from headrace.shared.ids import shard_in
 from headrace.shared.job_queue import JobQueue
 from headrace.shared.messages import GenerateJob
@@ -25,7 +26,7 @@ from headrace.shared.registry import Membership, ProcessInfo, ServedModels
 from headrace.shared.scripts import Scripts
 from headrace.shared.signals import StopSignal
 from headrace.shared.token_stream import Append, TokenStream
-from headrace.worker import intake
+from headrace.worker import intake, loop
 from headrace.worker.adapters import PoolAdapters
 from headrace.worker.control import Controller
 from headrace.worker.interface import Beside, StepOutput
@@ -171,6 +172,35 @@ def test_a_worker_told_to_stop_does_not_wait_for_redis(client: Client, redis_url
             worker_of(client, OneToken(stop, redis_server.kill), stop).run()
     finally:
         redis_server.start()
+
+
+class OneEnds(OneToken):
+    """Ends one of its jobs with its first step, all others with its third."""
+
+    def step(self) -> list[StepOutput]:
+        self._turns += 1
+        if self._turns == 3:
+            return super().step()
+        outputs = [StepOutput(rid, (7,)) for rid in self.jobs]
+        if self._turns == 1:
+            outputs[0] = replace(outputs[0], finish=Finish("length"))
+            del self.jobs[outputs[0].rid]
+        return outputs
+
+    def has_work(self) -> bool:
+        return bool(self.jobs)
+
+
+def test_an_end_that_was_lost_on_its_way_is_written_before_lost_jobs_are_given_back(
+    client: Client, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rids = submit(redis_url, n=2)
+    monkeypatch.setattr(scripts, "script_point", Failpoints("append.send=fail@1").hit_scripts)
+    monkeypatch.setattr(loop, "failpoint", Failpoints("worker.listen=fail@2").hit)
+    stop = Told()
+    worker_of(client, OneEnds(stop), stop).run()
+    records = [client.hmget(keys.request(shard_in(rid), rid), "st", "n", "ep") for rid in rids]
+    assert records == [[b"gd", b"1", b"1"], [b"gd", b"3", b"1"]], "one of them ran again"
 
 
 class Steady(OneToken):
