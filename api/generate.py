@@ -6,11 +6,13 @@ body ─ prepare ─► GenerateJob ─ submit ─► queue … feed ─ follow 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ..shared.chunks import Finish, TextChunk, Usage
+from ..shared.errors import StreamGone
 from ..shared.failpoints import failpoint
 from ..shared.keys import KEEP_WHOLE_MS
 from ..shared.logs import family
@@ -23,6 +25,10 @@ from .plan import Plan
 from .prepare import Prepared, Preparer
 from .readers import Readers, by_index
 from .translate import Endpoint
+
+log = logging.getLogger(__name__)
+
+TRIES = 3  # of a whole answer, whose request the store has lost
 
 
 class Inference:
@@ -58,28 +64,56 @@ class Inference:
         """The whole answer to a body, as JSON values: `prepare` and `complete` in one."""
         return await self.complete(await self.prepare(endpoint, body, caller))
 
-    async def complete(self, prepared: Prepared) -> Any:
-        """Queue a request, wait for its end, and answer it. Cancelling the call cancels the request.
+    async def complete(self, prepared: Prepared, grace_s: float = 0) -> Any:
+        """Queue a request, wait for its end, and answer it. Cancelling the call cancels the request after `grace_s`.
 
         Raises:
-            GenerationFailed, Overloaded, Unavailable.
+            GenerationFailed, Overloaded, Unavailable; StreamGone: the store lost it again and again.
         """
-        async with self.run(prepared, grace_s=0) as chunks:
-            return body_of(prepared.plan, await collect(prepared.plan, chunks))
-
-    @asynccontextmanager
-    async def run(self, prepared: Prepared, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:
-        """Queue a request and follow it: chunks with the index of their choice, until every choice has ended."""
         plan = prepared.plan
         family.set(plan.request)
         with self._observer.request(plan) as seen:
             async with self._readers.attach(plan.rids, grace_s=grace_s) as reader:
-                if prepared.asks_nothing:
-                    yield seen.chunks(reader.chunks(_nothing(prepared)))
-                    return
-                await self._submit(prepared, reader_lease_s=self._reader_lease_s)
-                async with self._backend.feed.follow(plan.rids) as source:
-                    yield seen.chunks(reader.chunks(source))
+                tries = TRIES
+                while True:
+                    try:
+                        async with self._queued(prepared) as source:
+                            return body_of(plan, await collect(plan, seen.chunks(reader.chunks(source))))
+                    except StreamGone as e:  # the client has seen nothing of it
+                        tries -= 1
+                        if not tries:
+                            raise
+                        log.warning("the store lost a request that we still hold: %s", e)
+                        reader.open.update(plan.rids)
+
+    @asynccontextmanager
+    async def run(self, prepared: Prepared, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:
+        """Queue a request and follow it: chunks with the index of their choice, until every choice has ended.
+
+        One that is named may be in the queue already, through a replica that is gone: it is followed from its start.
+        """
+        plan = prepared.plan
+        family.set(plan.request)
+        with self._observer.request(plan) as seen:
+            async with (
+                self._readers.attach(plan.rids, grace_s=grace_s) as reader,
+                self._queued(prepared) as source,
+            ):
+                yield seen.chunks(reader.chunks(source))
+
+    @asynccontextmanager
+    async def _queued(self, prepared: Prepared) -> AsyncIterator[AsyncIterable[TextChunk]]:
+        """Have a request in the queue, and follow it from its start."""
+        if prepared.asks_nothing:
+            yield _nothing(prepared)
+            return
+        rids, feed = prepared.plan.rids, self._backend.feed
+        keep_s = self._keep_s if prepared.named else None
+        await self._submit(prepared, reader_lease_s=self._reader_lease_s, keep_s=keep_s)
+        if prepared.named:  # a replica before us may hold it, and let go of it: from here on it is ours
+            await self._backend.queue.touch(rids, reader_lease_s=self._reader_lease_s, reader=feed.name)
+        async with feed.follow(rids) as source:
+            yield source
 
     @asynccontextmanager
     async def resume(self, plan: Plan, *, grace_s: float) -> AsyncIterator[AsyncIterator[tuple[int, TextChunk]]]:

@@ -33,6 +33,7 @@ class Prepared:
     jobs: tuple[GenerateJob, ...]
     deadline_s: float
     ignored: tuple[str, ...] = ()  # fields of the body that nothing reads
+    named: bool = False  # the same request may be in the queue already, or come again
 
     @property
     def asks_nothing(self) -> bool:
@@ -71,7 +72,7 @@ class Preparer:
         plan = _plan(translated, families, caller)
         if isinstance(translated.request, CompletionRequest) and translated.request.echo:
             plan = replace(plan, echo=await self._echo(translated.card, translated.prompts))
-        return Prepared(plan, tuple(jobs), caller.deadline_s, translated.ignored)
+        return Prepared(plan, tuple(jobs), caller.deadline_s, translated.ignored, seed is not None)
 
     def _families(self, count: int, seed: str | None) -> tuple[str, ...]:
         if seed is None:

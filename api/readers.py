@@ -14,7 +14,7 @@ from typing import Any
 
 from ..shared.chunks import TextChunk
 from ..shared.clients import TRANSIENT
-from ..shared.errors import StoreUnavailable
+from ..shared.errors import StoreUnavailable, StreamGone, Unavailable
 from ..shared.failpoints import failpoint
 from ..shared.logs import about
 from .backend import Feed, Queue
@@ -72,7 +72,14 @@ class Readers:
         """Read these choices in the current task, from their start.
 
         Left before they ended, they are cancelled: after `grace_s` when the task was cancelled (the client went away
-        and may come back), later when it is we that cut it off, at once after an error.
+        and may come back), with the reader lease when it is we that cut it off or cannot go on (the client is told to
+        try again, unless there is no grace), at once after any other error.
+
+        Args:
+            resume: another may have read them, here or elsewhere: its lease on them becomes ours.
+
+        Raises:
+            StoreUnavailable: that could not be written. They are left to their reader lease: the client will try again.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -82,16 +89,17 @@ class Readers:
             if resume:
                 failpoint("api.resume")
                 await self._queue.touch(rids, reader_lease_s=self._lease_s, reader=self._feed.name)
-            yield reader
-        except asyncio.CancelledError:
-            self._let_go(reader, grace_s)
-            raise
-        except SlowReader:
-            self._let_go(reader, max(grace_s, self._lease_s))
-            raise
-        except BaseException:
-            self._let_go(reader, 0)
-            raise
+            try:
+                yield reader
+            except asyncio.CancelledError:
+                self._let_go(reader, grace_s)
+                raise
+            except (SlowReader, StreamGone, Unavailable, StoreUnavailable, *TRANSIENT):
+                self._let_go(reader, max(grace_s, self._lease_s) if grace_s > 0 else 0)
+                raise
+            except BaseException:
+                self._let_go(reader, 0)
+                raise
         finally:
             if self._attached.get(reader.rids[0]) is reader:
                 del self._attached[reader.rids[0]]

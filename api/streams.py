@@ -29,9 +29,10 @@ async def _events(plan: Plan, chunks: Chunks, seen: LastEvent | None) -> AsyncGe
     answer = stream_of(plan)
     cursor = Cursor(plan.request, len(plan.rids), seen)
     async for index, chunk in chunks:
-        for item in answer.events(index, chunk):
-            if (event_id := cursor.advance(item)) is not None:
-                yield event(item.data, event_id)
+        for piece in cursor.follow(index, chunk):
+            for item in answer.events(index, piece):
+                if (event_id := cursor.advance(item)) is not None:
+                    yield event(item.data, event_id)
     for item in answer.last():
         if (event_id := cursor.advance(item)) is not None:
             yield event(item.data, event_id)

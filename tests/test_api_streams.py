@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,15 +12,15 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from headrace.api.answers.events import Cursor, LastEvent, Place, StreamEvent
+from headrace.api.answers.events import Cursor, LastEvent, Place, StreamEvent, place_of
 from headrace.api.errors import ClientGone
 from headrace.api.inputs import Caller
 from headrace.api.plan import Plan
 from headrace.api.settings import ApiSettings
 from headrace.api.sse import EventStream, event, unless_gone
 from headrace.api.streams import encoded
-from headrace.shared.chunks import Finish
-from headrace.shared.errors import EngineError, InvalidRequest, Unavailable
+from headrace.shared.chunks import Finish, TextChunk, Usage
+from headrace.shared.errors import EngineError, InvalidRequest, StoreUnavailable, StreamGone, Unavailable
 from headrace.shared.messages import GenerateJob
 from hypothesis import given
 from hypothesis import strategies as st
@@ -420,6 +422,107 @@ def test_work_stops_when_its_client_goes() -> None:
 
 def test_the_cursor_counts_what_it_lets_pass() -> None:
     cursor = Cursor("r", 2)
-    assert cursor.advance(StreamEvent({}, 1, Place(3, 1))) == "r:,3.1"
-    assert cursor.advance(StreamEvent({}, 0, Place(2, 1, False))) == "r:2.1-,3.1"
-    assert cursor.advance(StreamEvent({})) == "r:2.1-,3.1:end"
+    cursor.follow(1, text_chunk(0, "abc"))
+    assert cursor.advance(StreamEvent({}, 1, Place(3, 1))) == f"r:,3.1.{ABC}"
+    assert cursor.advance(StreamEvent({}, 0, Place(2, 1, False))) == f"r:2.1.0-,3.1.{ABC}"
+    assert cursor.advance(StreamEvent({})) == f"r:2.1.0-,3.1.{ABC}:end"
+
+
+ABC = f"{zlib.crc32(b'abc'):x}"
+
+
+def text_chunk(offset: int, text: str, seq: int = 1, **more: Any) -> TextChunk:
+    return TextChunk("r-0.0", offset, text, Usage(1, 1), seq=seq, **more)
+
+
+def rest_after(place: str, texts: list[str], last: dict[str, Any]) -> str:
+    """What a client that has everything up to `place` is sent of these chunks: text, and `.` for the end.
+
+    Raises:
+        StreamGone.
+    """
+    cursor, offset, rest = Cursor("r", 1, LastEvent.parse(f"r:{place}")), 0, ""
+    for n, text in enumerate(texts, 1):
+        chunk = text_chunk(offset, text, **{"seq": 1 if text else 2} | (last if n == len(texts) else {}))
+        for piece in cursor.follow(0, chunk):
+            if cursor.advance(StreamEvent({}, 0, place_of(piece))) is not None:
+                rest += piece.text + ("." if piece.finish else "")
+        offset += len(text)
+    return rest
+
+
+END: dict[str, Any] = {"finish": Finish("stop")}
+TOKENS: dict[str, Any] = {"token_ids": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("place", "texts", "last", "rest"),
+    [
+        (f"3.1.{ABC}-", ["ab", "c", "d"], {}, "d"),
+        (f"3.1.{ABC}-", ["abc", "d"], {}, "d"),
+        ("3.1", ["xyz", "d"], {}, "d"),  # an event of an earlier release says less
+        (f"3.1.{ABC}-", ["abx", "d"], {}, None),
+        ("0.0", ["xyz"], {}, "xyz"),  # the role alone
+        # A store that had lost its tail may have got it in other chunks.
+        (f"3.1.{ABC}-", ["ab", "cd"], {}, "d"),
+        (f"3.1.{ABC}-", ["ab", "xd"], {}, None),
+        (f"3.1.{ABC}-", ["abcde"], END, "de."),
+        (f"3.1.{ABC}-", ["abc"], END, "."),
+        (f"3.1.{ABC}-", ["abc", ""], END, "."),
+        (f"3.2.{ABC}-", ["abc"], END, "."),
+        (f"3.2.{ABC}-", ["abc", "de"], END, "de."),
+        (f"3.1.{ABC}-", ["ab"], END, None),
+        ("3.1", ["ab", "cd"], {}, None),
+        ("3.1", ["ab"], END, None),
+        # Of tokens the client has all or none.
+        (f"3.1.{ABC}-", ["ab", "cd"], TOKENS, None),
+        (f"3.1.{ABC}-", ["ab", "c"], TOKENS | END, "."),
+        # A choice that had ended for the client says no more.
+        (f"3.1.{ABC}", ["abc"], END, ""),
+        (f"3.1.{ABC}", ["ab", "c", ""], END, ""),
+        (f"3.1.{ABC}", ["abc", "d"], END, None),
+    ],
+)
+def test_a_stream_goes_on_behind_what_the_client_has_where_it_says_that_again(
+    place: str, texts: list[str], last: dict[str, Any], rest: str | None
+) -> None:
+    with contextlib.nullcontext() if rest is not None else pytest.raises(StreamGone, match="has lost"):
+        assert rest_after(place, texts, last) == rest
+
+
+class Unreachable(FakeBackend):
+    """Whose store is away when a lease is to be taken."""
+
+    async def touch(self, rids: Any, *, reader_lease_s: float | None, reader: str) -> dict[str, bool]:
+        raise StoreUnavailable("away")
+
+
+def test_a_stream_that_cannot_be_gone_on_with_is_not_cancelled() -> None:
+    async def go() -> None:
+        served = services(backend)
+        prepared = await served.inference.prepare("/v1/chat/completions", CHAT, Caller())
+        with pytest.raises(StoreUnavailable):
+            async with served.inference.resume(prepared.plan, grace_s=1.0):
+                pass
+        await served.readers.settle()
+        assert (backend.left, backend.cancelled, len(served.readers)) == ([], [], 0)
+
+    backend = Unreachable()
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("error", [StreamGone("lost"), Unavailable("away"), StoreUnavailable("away"), OSError("cut")])
+@pytest.mark.parametrize(("grace_s", "left", "cancelled"), [(2.0, [20.0], 0), (60.0, [60.0], 0), (0.0, [], 1)])
+def test_a_stream_that_we_cannot_go_on_with_waits_for_its_client(
+    error: Exception, grace_s: float, left: list[float], cancelled: int
+) -> None:
+    async def go() -> None:
+        served = services(backend)
+        with pytest.raises(type(error)):
+            async with served.readers.attach(["r-0.0"], grace_s=grace_s):
+                raise error
+        await served.readers.settle()
+
+    backend = FakeBackend()
+    asyncio.run(go())
+    assert ([grace for _, grace in backend.left], len(backend.cancelled)) == (left, cancelled)

@@ -8,7 +8,7 @@ from typing import Any
 from ...shared.chunks import Finish, TextChunk, TextLogprob, Usage
 from ..plan import Plan
 from ..protocol.chat import ChatChoiceBody, ChatCompletionBody, ChatLogprobsBody, ContentLogprobBody, LogprobBody
-from .events import OPENED, StreamEvent, place_of
+from .events import OPENED, Place, StreamEvent, place_of
 from .results import Choice, refuse_failed, usage_of
 
 
@@ -77,7 +77,7 @@ class ChatStream:
                 yield self._event(i, {"role": "assistant", "content": ""}, OPENED, usage=Usage(0, 0))
         self._usages[index] = chunk.usage
         if chunk.text or chunk.logprobs:
-            place = place_of(chunk, whole=chunk.finish is None)
+            place = Place(chunk.end, chunk.seq, whole=False)
             logprobs = logprobs_body(chunk.logprobs or ()) if self._plan.logprobs else None
             yield self._event(index, {"content": chunk.text}, place, usage=chunk.usage, logprobs=logprobs)
         if chunk.finish is not None:

@@ -22,7 +22,7 @@ from ..protocol.native import GenerateRequest
 from ..sse import EventStream, unless_gone
 from ..streams import Chunks, encoded, find
 from ..translate import Endpoint
-from .requests import caller_of, grace_of, read_json, services_of, settings_of
+from .requests import caller_of, grace_of, name_of, read_json, services_of, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,13 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         return await _go_on(request, endpoint, last_event_id)
-    prepared = await services.inference.prepare(endpoint, body, caller_of(request))
+    name = name_of(request, await request.body())
+    prepared = await services.inference.prepare(endpoint, body, caller_of(request), name)
     headers = {"x-ignored-fields": _header(prepared.ignored)} if prepared.ignored else {}
     if prepared.plan.stream:
         return _stream(request, prepared, headers)
-    value = await unless_gone(request.receive, services.inference.complete(prepared))
+    grace_s = grace_of(request) if prepared.named else 0
+    value = await unless_gone(request.receive, services.inference.complete(prepared, grace_s))
     return json_response(value, headers=headers)
 
 

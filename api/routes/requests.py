@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -32,6 +33,16 @@ def caller_of(request: Request) -> Caller:
         request_id=request.state.request_id,
         deadline_s=settings_of(request).request_deadline_s,
     )
+
+
+def name_of(request: Request, body: bytes) -> str | None:
+    """What the client calls this piece of work, so that sending it twice makes one request: its Idempotency-Key, which
+    counts for its tenant, the route and the body it came with; None where it has no name."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    parts = (request.state.tenant, request.url.path, key)
+    return hashlib.sha256("\0".join(parts).encode() + b"\0" + body).hexdigest()
 
 
 async def read_json(request: Request) -> Any:
