@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+import redis.exceptions
+from conftest import Server, a_server_binary
 from headrace.api.batches.lease import BatchLease
 from headrace.api.batches.model import Batch
 from headrace.api.batches.results import LineResult, write_segment
 from headrace.api.batches.settings import BatchSettings
+from headrace.api.batches.slices import DRIVE, QUEUE, slice_queue
+from headrace.api.batches.store import ENDED_KEPT_S, segments_key
 from headrace.api.batches.stores import open_stores
-from headrace.shared.errors import Fenced
+from headrace.api.batches.window import LineRequest
+from headrace.api.batches.worker import DriverThread, _SliceWorker
+from headrace.shared.clients import connect
+from headrace.shared.errors import Fenced, StoreUnavailable
 from kit.batches import (
     EchoAnswerer,
     completed,
@@ -30,6 +42,8 @@ from kit.batches import (
 )
 from kit.files_app import files_app
 from kit.loopback import serve
+from rq.exceptions import InvalidJobOperation
+from rq.serializers import JSONSerializer
 
 
 @pytest.fixture
@@ -72,7 +86,6 @@ def test_a_batch_from_create_to_its_output(client: openai.OpenAI, settings: Batc
     assert answerer.most_at_once <= settings.batch_window
     file = client.files.retrieve(batch.output_file_id or "")
     assert (file.purpose, file.expires_at) == ("batch_output", None)
-    assert list((Path(settings.data_dir) / "batches").iterdir()) == []
 
 
 def test_output_files_expire_when_asked(client: openai.OpenAI, settings: BatchSettings) -> None:
@@ -407,16 +420,159 @@ def test_unfinished_batches_are_found_by_the_sweep(client: openai.OpenAI, settin
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("during", [False, True])
+def test_a_batch_that_the_store_has_lost_is_not_driven(
+    client: openai.OpenAI, settings: BatchSettings, redis_url: str, during: bool
+) -> None:
+    made = create(client, lines(10))
+
+    class Losing(EchoAnswerer):
+        async def answer(self, request: LineRequest) -> tuple[str, dict[str, Any]]:
+            lose()
+            return await super().answer(request)
+
+    def lose() -> None:
+        with connect(redis_url) as store:
+            store.delete(f"hr:batch:{made.id}")
+
+    async def slice_of() -> Batch | None:
+        async with driver(settings, Losing()) as driving:
+            return await driving.drive(made.id)
+
+    if not during:
+        lose()
+    assert asyncio.run(slice_of()) is None
+
+
+def test_an_end_that_the_store_loses_is_made_again(
+    client: openai.OpenAI, settings: BatchSettings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica is promoted that has not heard of the end: all that the files are made of must still be there."""
+    made = create(client, lines(10))
+    publish, names, kept = BatchLease.publish, (f"hr:batch:{made.id}", segments_key(made.id)), dict[str, Any]()
+
+    async def publish_after_a_look(lease: BatchLease, *args: Any) -> Batch:
+        with connect(redis_url) as store:
+            kept.update({name: store.dump(name) for name in names})
+        return await publish(lease, *args)
+
+    monkeypatch.setattr(BatchLease, "publish", publish_after_a_look)
+    drive(settings, made.id)
+    first = client.batches.retrieve(made.id)
+    with connect(redis_url) as store:
+        for name, value in kept.items():
+            store.restore(name, 0, value, replace=True)
+    set_field(settings, made.id, "lease_until", 0)
+    assert client.batches.retrieve(made.id).status == "finalizing"
+    drive(settings, made.id)
+    again = client.batches.retrieve(made.id)
+    assert (again.status, counts(again)) == ("completed", (10, 10, 0))
+    assert read(client, again.output_file_id) == read(client, first.output_file_id)
+
+
+@pytest.mark.parametrize("lost", [("commit",), ("finalize",), ("commit", "finalize")])
+def test_results_that_the_store_loses_are_made_again(
+    client: openai.OpenAI, settings: BatchSettings, redis_url: str, monkeypatch: pytest.MonkeyPatch, lost: tuple[str]
+) -> None:
+    """Changes of the batch are answered, and gone with the store's tail: the batch must not end without its lines."""
+    made = create(client, lines(10))
+    names, kept = (f"hr:batch:{made.id}", segments_key(made.id)), dict[str, bytes | None]()
+
+    def losing(name: str) -> Callable[..., Awaitable[Batch]]:
+        change = getattr(BatchLease, name)
+
+        async def change_and_lose(lease: BatchLease, *args: Any) -> Batch:
+            with connect(redis_url) as store:
+                if name == lost[0]:
+                    kept.update({key: store.dump(key) for key in names})
+                batch: Batch = await change(lease, *args)
+                if name == lost[-1]:
+                    monkeypatch.undo()
+                    store.delete(*names)
+                    for key, value in kept.items():
+                        if value is not None:
+                            store.restore(key, 0, value)
+            return batch
+
+        return change_and_lose
+
+    for name in lost:
+        monkeypatch.setattr(BatchLease, name, losing(name))
+    drive(settings, made.id)
+    batch = client.batches.retrieve(made.id)
+    assert (batch.status, counts(batch)) == ("completed", (10, 10, 0))
+    assert len(read(client, batch.output_file_id)) == 10
+
+
+GONE = redis.exceptions.ConnectionError("gone")
+
+
+@pytest.mark.parametrize("error", [GONE, redis.exceptions.OutOfMemoryError("full"), StoreUnavailable("?")])
+def test_a_slice_that_an_outage_cuts_short_is_over(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """Raised, it would be kept by RQ as a failed job, and its whole traceback be logged, each time."""
+
+    async def drive_slice(batch_id: str) -> Batch | None:
+        raise error
+
+    thread = DriverThread("d", None, drive_slice, 30)
+    thread.drive("batch_1")
+    assert (thread.driving, thread.slices) == (False, 1)
+    (record,) = caplog.records
+    assert "batch_1 is left to the sweep" in record.getMessage()
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("error", [GONE, InvalidJobOperation("lost"), KeyError("a mistake")])
+def test_what_rq_cannot_write_down_is_a_line_and_a_mistake_is_a_traceback(
+    redis_url: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(redis_url) as connection:
+        worker = _SliceWorker([QUEUE], connection=connection, serializer=JSONSerializer)
+        job = slice_queue(connection).enqueue(DRIVE, "batch_1")
+        worker.handle_exception(job, type(error), error, error.__traceback__)
+        worker.log.error("quitting", exc_info=error)
+    said = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    pages = ["\n" in record.getMessage() or record.exc_info is not None for record in said]
+    assert pages == [isinstance(error, KeyError)] * 2
+    assert all(str(error) in record.getMessage() or record.exc_info for record in said)
+
+
+def test_a_driver_stops_though_its_redis_is_away() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="hr", dir="/tmp"))
+    server = Server(a_server_binary(), folder)
+    server.start()
+
+    async def nothing(batch_id: str) -> Batch | None:
+        return None
+
+    thread = DriverThread("d", connect(server.url), nothing, 30)
+    thread.start()
+    with connect(server.url) as store:
+        while not store.scard("rq:workers"):
+            time.sleep(0.02)
+    server.kill()
+    thread.join(3)  # it has noticed, and waits
+    assert thread.is_alive()
+    thread.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    shutil.rmtree(folder)
+
+
 def test_folders_of_ended_batches_are_removed(client: openai.OpenAI, settings: BatchSettings) -> None:
     ended, running = create(client, lines(1)), create(client, lines(1))
     drive(settings, ended.id)
     batches = Path(settings.data_dir) / "batches"
-    (batches / ended.id).mkdir()
     (batches / "batch_being_created").mkdir()
 
     async def clean() -> None:
         async with open_stores(settings) as stores:
             await stores.batches.remove_leftovers()
 
+    asyncio.run(clean())
+    assert {path.name for path in batches.iterdir()} == {ended.id, running.id, "batch_being_created"}
+    a_while_ago = time.time() - ENDED_KEPT_S - 1
+    for path in batches.iterdir():
+        os.utime(path, (a_while_ago, a_while_ago))
     asyncio.run(clean())
     assert {path.name for path in batches.iterdir()} == {running.id, "batch_being_created"}

@@ -19,7 +19,7 @@ from headrace.api.batches.settings import BatchSettings
 from headrace.api.files.durable import Durability
 from headrace.api.files.store import FileStore
 from headrace.shared.clients import connect_async
-from headrace.shared.errors import ConfigError
+from headrace.shared.errors import ConfigError, StoreUnavailable
 from kit.files_app import files_app
 from kit.loopback import serve
 
@@ -314,6 +314,23 @@ def test_a_redis_that_cannot_be_waited_for_is_refused(redis_url: str, tmp_path: 
             with pytest.raises(ConfigError, match="--durability relaxed"):
                 asyncio.run(open_store("strict"))
             asyncio.run(open_store("relaxed"))
+        finally:
+            server.config_set("appendonly", "yes")
+
+
+def test_a_file_is_not_called_safe_by_a_primary_that_has_no_append_only_file(redis_url: str, tmp_path: Path) -> None:
+    """One that was promoted may be set up in another way than the one before."""
+
+    async def go(server: Any) -> None:
+        async with connect_async(redis_url) as client:
+            store = await FileStore.open(str(tmp_path), client, durability="strict")
+            server.config_set("appendonly", "no")
+            with pytest.raises(StoreUnavailable, match="cannot flush"):
+                await store.flush.wait()
+
+    with redis.Redis.from_url(redis_url) as server:
+        try:
+            asyncio.run(go(server))
         finally:
             server.config_set("appendonly", "yes")
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ...shared.errors import Fenced
+from ...shared.errors import Fenced, NotFound
 from ...shared.failpoints import failpoint
 from ...shared.model_card import ModelCard
+from ..files.model import FileObject
 from .finalize import write_files
 from .lease import BatchLease
 from .model import Batch, LineError
@@ -68,16 +70,17 @@ class BatchDriver:
         """Drive a batch for one slice.
 
         Returns:
-            The batch as it stands, to be enqueued again unless it has ended; None when it was not ours to drive.
+            The batch as it stands, to be enqueued again unless it has ended; None when it was not ours to drive, or is
+            not there any more: a store that lost its tail may have lost the batch, and have kept RQ's word of it.
         """
-        lease = await BatchLease.take(self._store, batch_id, secrets.token_hex(16), self._settings.batch_lease_s)
-        if lease is None:
-            return None
-        failpoint("batch.taken")
         try:
+            lease = await BatchLease.take(self._store, batch_id, secrets.token_hex(16), self._settings.batch_lease_s)
+            if lease is None:
+                return None
+            failpoint("batch.taken")
             await self._advance_or_lose(lease)
             return lease.batch if lease.batch.ended else await lease.release()
-        except Fenced as e:
+        except (Fenced, NotFound) as e:
             log.warning("%s", e)
             return None
 
@@ -102,8 +105,9 @@ class BatchDriver:
             await self._finalize(lease)
         if lease.batch.ended:
             log.info("%s is %s", lease.batch.id, lease.batch.status)
-            await self._files.flush.wait()  # should Redis lose the end, what it is made of must still be there
-            await asyncio.to_thread(shutil.rmtree, self._files.batch_folder(lease.batch.id), ignore_errors=True)
+            # Its folder stays for a while: a primary that had not heard of the end has it ended again.
+            with suppress(FileNotFoundError):
+                os.utime(self._files.batch_folder(lease.batch.id))
 
     async def _validate(self, lease: BatchLease) -> None:
         batch = lease.batch
@@ -138,7 +142,9 @@ class BatchDriver:
         segment_numbers = count()
         await self._settle(lease)
         while lease.batch.status == "in_progress":
-            await self._answer_for_a_tick(lease, window)
+            if not await self._answer_for_a_tick(lease, window):
+                log.warning("%s: the store lost results of this slice; they are made again", lease.batch.id)
+                return
             await self._save(lease, window, f"{lease.batch.epoch:06}-{next(segment_numbers):06}.seg")
             await self._settle(lease)
             if self._draining() or time.monotonic() >= slice_ends:
@@ -151,15 +157,19 @@ class BatchDriver:
         elif lease.now_s >= lease.batch.expires_at:
             await lease.finalize("expired")
 
-    async def _answer_for_a_tick(self, lease: BatchLease, window: Window) -> None:
-        """Keep the window filled until the tick is over, or a segment is full."""
+    async def _answer_for_a_tick(self, lease: BatchLease, window: Window) -> bool:
+        """Keep the window filled until the tick is over, or a segment is full. False when no line is left, though the
+        batch has some that are not answered: they were, and the next slice sees which."""
         deadline_s = lease.batch.expires_at - lease.now_s + LATE_S
         tick_ends = time.monotonic() + TICK_S
         window.fill(deadline_s)
-        assert window.running or window.finished, f"{lease.batch.id}: its input has fewer lines than were counted"
+        if not window.running and not window.finished:
+            assert window.begun, f"{lease.batch.id}: its input has fewer lines than were counted"
+            return False
         while window.running and len(window.finished) < SEGMENT_LINES and time.monotonic() < tick_ends:
             await window.wait(TICK_S / 4)
             window.fill(deadline_s)
+        return True
 
     async def _save(self, lease: BatchLease, window: Window, name: str) -> None:
         """Make the window's results durable; without any, hold on to the batch."""
@@ -188,12 +198,18 @@ class BatchDriver:
         placed = [file for file in (output, errors) if file is not None]
         failpoint("batch.placed")
         try:
-            await lease.publish(output, errors)
+            ended = (await lease.publish(output, errors)).ended
         except Fenced:
-            for file in placed:
-                self._files.path(file.id).unlink(missing_ok=True)
+            self._remove(placed)
             raise
+        if not ended:
+            log.warning("%s: the store lost results; they are made again", lease.batch.id)
+            self._remove(placed)
         failpoint("batch.published")
+
+    def _remove(self, files: Iterable[FileObject]) -> None:
+        for file in files:
+            self._files.path(file.id).unlink(missing_ok=True)
 
 
 async def _holding(lease: BatchLease, work: Coroutine[Any, Any, T]) -> T:

@@ -132,21 +132,26 @@ class BatchLease:
         return [Segment.decode(text(name), raw[name]) for name in sorted(raw)]
 
     async def finalize(self, outcome: Outcome) -> Batch:
-        """No line is answered from here on; what is there goes into the files."""
+        """No line is answered from here on; what is there goes into the files.
+
+        A store that lost a commit with its tail does not say `completed` of what is left: the status stays.
+        """
 
         def change(pipe: Pipeline, batch: Batch, now_ms: int) -> Batch:
-            if batch.status == "in_progress":
+            if batch.status == "in_progress" and not (outcome == "completed" and batch.unanswered):
                 batch = dataclasses.replace(batch, status="finalizing", finalizing_at=now_ms // 1000, outcome=outcome)
             return write(pipe, batch)
 
         return await self._change(change)
 
     async def publish(self, output: FileObject | None, errors: FileObject | None) -> Batch:
-        """Show the files and end the batch, in one step."""
+        """Show the files and end the batch, in one step; not where the store has lost that it was finalized."""
 
         def change(pipe: Pipeline, batch: Batch, now_ms: int) -> Batch:
             if batch.ended:
                 return batch  # our own publish, whose reply was lost
+            if batch.status not in ("finalizing", "cancelling"):
+                return write(pipe, batch)
             for file in (output, errors):
                 if file is not None:
                     self._store.files.register(pipe, file)

@@ -33,7 +33,7 @@ from .worker import DriverThread
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 2.0
-CLEAN_EVERY_S = 3600.0
+CLEAN_EVERY_S = 300.0
 POLL_S = 0.1
 
 

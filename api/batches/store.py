@@ -38,6 +38,7 @@ from .model import WINDOW_S, Batch
 INDEX, ACTIVE = "hr:batches", "hr:batch:active"
 ONCE_S = 86400
 GRACE_MS = 10_000  # how long a batch that was handed to RQ may wait before a sweep looks at it
+ENDED_KEPT_S = 600.0  # of a batch's folder after its end
 
 T = TypeVar("T")
 Change = Callable[[Pipeline, Batch, int], T]
@@ -187,11 +188,11 @@ class BatchStore:
         return due
 
     async def remove_leftovers(self) -> None:
-        """Remove the folders of batches that have ended: their driver was killed before it could."""
+        """Remove the folders of batches that have ended a while ago, and of those that nobody knows any more."""
         for path in await asyncio.to_thread(lambda: list(self.files.folder.joinpath("batches").iterdir())):
             batch = await self.find(path.name)
-            late = await asyncio.to_thread(_age_s, path) > LEFTOVER_S
-            if batch.ended if batch is not None else late:
+            age_s = await asyncio.to_thread(_age_s, path)
+            if age_s > LEFTOVER_S if batch is None else batch.ended and age_s > ENDED_KEPT_S:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
 

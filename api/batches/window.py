@@ -57,6 +57,7 @@ class Window:
 
     def __init__(self, batch: Batch, lines: Iterator[RequestLine], answerer: Answerer, size: int) -> None:
         self.finished: list[LineResult] = []
+        self.begun = 0  # lines
         self._batch = batch
         self._lines = lines
         self._answerer = answerer
@@ -74,6 +75,7 @@ class Window:
             line = next(self._lines, None)
             if line is None:
                 return
+            self.begun += 1
             seed = f"{self._batch.id}/{line.number}/0"
             request = LineRequest(seed, self._batch.endpoint, line.body, self._batch.tenant, deadline_s)
             self._running[asyncio.create_task(self._answer(line, request))] = request

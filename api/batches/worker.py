@@ -11,11 +11,13 @@ from contextvars import ContextVar
 from typing import Any
 
 from rq import Queue, SimpleWorker
-from rq.exceptions import StopRequested
+from rq.exceptions import InvalidJobOperation, NoSuchJobError, StopRequested
+from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import TimerDeathPenalty
 
 from ...shared.clients import UNAVAILABLE, Client
+from ...shared.errors import StoreUnavailable
 from ...shared.failpoints import failpoint
 from ...shared.health import Progress
 from .model import Batch
@@ -26,6 +28,9 @@ log = logging.getLogger(__name__)
 Drive = Callable[[str], Coroutine[Any, Any, Batch | None]]
 
 RETRY_S = 1.0
+
+# What RQ cannot write down: its Redis does not do its part, or has lost the job meanwhile.
+UNWRITTEN = (*UNAVAILABLE, InvalidJobOperation, NoSuchJobError)
 
 _thread: ContextVar[DriverThread] = ContextVar("driver thread")
 
@@ -40,6 +45,18 @@ class _SliceQueue(Queue):
         return super().dequeue_any(*args, **kwargs)
 
 
+class _Brief(logging.Filter):
+    """That Redis is away takes a line of the log, not RQ's page for each of its workers."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(error := record.exc_info[1], UNWRITTEN):
+            record.msg, record.args, record.exc_info = f"{record.getMessage()} {error}", None, None
+        return True
+
+
+logging.getLogger("rq.worker").addFilter(_Brief())
+
+
 class _SliceWorker(SimpleWorker):
     """Runs jobs in this thread. Signals, the process's title and remote commands are not RQ's here."""
 
@@ -50,8 +67,22 @@ class _SliceWorker(SimpleWorker):
     def _install_signal_handlers(self) -> None:
         """Only the main thread may."""
 
+    def heartbeat(self, *args: Any, **kwargs: Any) -> None:
+        """Bare, the first thing of each turn: RQ would wait for its Redis for ever, told to stop or not."""
+        if not args and not kwargs and _thread.get().stopping:
+            raise StopRequested
+        super().heartbeat(*args, **kwargs)
+
     def procline(self, message: str) -> None:
         """The title says the role."""
+
+    def handle_exception(self, job: Job, *exc_info: Any) -> None:
+        """What RQ could not write down itself is no mistake of ours: one line says it."""
+        error = exc_info[1]
+        if isinstance(error, UNWRITTEN):
+            log.warning("RQ's Redis does not do its part, and the slice %s was not ended there: %s", job.id, error)
+        else:
+            super().handle_exception(job, *exc_info)
 
     def subscribe(self) -> None:
         """No further thread to listen for commands to a process that forks."""
@@ -92,7 +123,7 @@ class DriverThread(threading.Thread):
         while not self.stopping:
             try:
                 self._work()
-            except UNAVAILABLE as e:
+            except UNWRITTEN as e:
                 log.warning("RQ's Redis does not do its part, trying again: %s", e)
             self._stopping.wait(RETRY_S)
 
@@ -105,17 +136,22 @@ class DriverThread(threading.Thread):
         worker.work(logging_level="WARNING")
 
     def drive(self, batch_id: str) -> None:
-        """One slice; a batch that has not ended is enqueued again, behind those that wait."""
+        """One slice; a batch that has not ended is enqueued again, behind those that wait.
+
+        One that Redis's absence cut short is over: the sweep finds the batch when its lease has run out.
+        """
         self.progress.turn()
         self.driving = True
         try:
             batch = asyncio.run(self._ticking(batch_id))
+            if batch is not None and not batch.ended:
+                failpoint("batch.enqueue")
+                enqueue_slice(self._connection, batch)
+        except (StoreUnavailable, *UNAVAILABLE) as e:
+            log.warning("%s is left to the sweep, for Redis does not do its part: %s", batch_id, e)
         finally:
             self.driving = False
             self.slices += 1
-        if batch is not None and not batch.ended:
-            failpoint("batch.enqueue")
-            enqueue_slice(self._connection, batch)
 
     async def _ticking(self, batch_id: str) -> Batch | None:
         """Drive it on a loop that says that it turns."""

@@ -42,8 +42,12 @@ class Flush:
             ) from e
 
     async def wait(self) -> None:
-        """Raises StoreUnavailable when the disk does not keep up."""
-        if self._waits and not await _wait(self._redis):
+        """Raises StoreUnavailable when the disk does not keep up, or the server that is the primary now has no file."""
+        try:
+            flushed = not self._waits or await _wait(self._redis)
+        except redis.exceptions.ResponseError as e:
+            raise StoreUnavailable(f"Redis cannot flush its append-only file: {e}") from e
+        if not flushed:
             raise StoreUnavailable(f"Redis did not flush its append-only file within {LIMIT_MS} ms")
 
 
