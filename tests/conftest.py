@@ -91,10 +91,15 @@ def tls_server_binary() -> str:
 
 
 class Server:
-    """A Redis of a test's own, on a Unix socket, with an append-only file; it can be killed and started again."""
+    """A Redis of a test's own, on a Unix socket, with an append-only file; it can be killed and started again.
 
-    def __init__(self, binary: str, folder: Path) -> None:
-        self.folder, self._binary = folder, binary
+    Args:
+        fsync: its `appendfsync`. With `everysec` a write may wait for the disk to be done with the one before, up to
+            two seconds: what was answered meanwhile is lost with the process.
+    """
+
+    def __init__(self, binary: str, folder: Path, fsync: str = "everysec") -> None:
+        self.folder, self._binary, self.fsync = folder, binary, fsync
         self.url = f"unix://{folder}/s"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -103,11 +108,12 @@ class Server:
 unixsocket {self.folder}/s
 dir {self.folder}
 appendonly yes
-appendfsync everysec
+appendfsync {self.fsync}
 save ""
 maxmemory 256mb
 maxmemory-policy noeviction
 stream-node-max-bytes 512
+enable-debug-command local
 loglevel warning
 """
         self._process = subprocess.Popen([self._binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -7,12 +7,10 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import orjson
 import pytest
 from conftest import Server
@@ -24,18 +22,12 @@ from headrace.shared.job_queue import JobQueue
 from headrace.shared.registry import Membership, ProcessInfo, take_slot
 from headrace.shared.scripts import Scripts
 from kit.deployment import Deployment
+from kit.faults import answer, counted, deltas, letters, stop, unfinished, until
 from kit.queues import SHARDS, submit
-from kit.tokenizers import byte_level
 
 TOKENS = 12
 LEASE_S = 1.5
 LEASE = ("--lease-s", str(LEASE_S))
-
-
-def letters(letter: str, tokens: int = TOKENS, step_ms: float = 30, prefill_ms: float = 0) -> dict[str, Any]:
-    """A line of so many tokens, each of which says who made it."""
-    steps = [byte_level().spelled(letter)] * tokens
-    return {"steps": steps, "finish": "stop", "step_ms": step_ms, "prefill_ms": prefill_ms}
 
 
 class Roles(Deployment):
@@ -50,7 +42,7 @@ class Roles(Deployment):
 
 @pytest.fixture(scope="module")
 def roles(redis_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
-    with Roles(redis_server.url, tmp_path_factory.mktemp("d"), [letters("x")]) as roles:
+    with Roles(redis_server.url, tmp_path_factory.mktemp("d"), [letters("x", TOKENS)]) as roles:
         roles.start("api")
         roles.start("detok", "--shard-lease-s", "3", *LEASE)
         first = roles.worker("x")  # it registers the model
@@ -64,44 +56,6 @@ def store(roles: Roles) -> Iterator[Client]:
     with connect(roles.redis_url) as client:
         yield client
         until(lambda: unfinished(client) == 0, "a request is left")
-
-
-def stop(*processes: subprocess.Popen[bytes]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def until(check: Callable[[], Any], what: str) -> None:
-    for _ in range(1200):
-        if check():
-            return
-        time.sleep(0.05)
-    raise AssertionError(what)
-
-
-def unfinished(store: Client) -> int:
-    return sum(store.zcard(keys.active(shard)) for shard in range(keys.DEFAULT_SHARDS))
-
-
-def counted(store: Client, what: str) -> int:
-    return sum(int(store.hget(keys.counters(shard), what) or 0) for shard in range(keys.DEFAULT_SHARDS))
-
-
-def deltas(url: str, prompt: str = "go", **headers: str) -> Iterator[str]:
-    """The pieces of a streamed completion; closing the iterator is the client's going away."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": 100, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=90, headers=headers) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                event = orjson.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                yield "".join(choice["text"] for choice in event["choices"])
-
-
-def answer(url: str, prompt: str = "go") -> str:
-    return "".join(deltas(url, prompt))
 
 
 # Where the first worker dies, and how many of its tokens Redis has by then.

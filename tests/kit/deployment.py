@@ -39,6 +39,7 @@ class Deployment:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._roles: list[str] = []
 
     def script_of(self, name: str, scripts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         """Flags of a worker that follows other lines than the rest: who wrote what can be read in the text."""
@@ -102,7 +103,13 @@ class Deployment:
                 pass_fds=[self._listener.fileno()] if role == "api" else [],
             )
         self._processes.append(process)
+        self._roles.append(role)
         return process
+
+    @property
+    def running(self) -> list[tuple[str, subprocess.Popen[bytes]]]:
+        """The processes that have not ended, with their roles."""
+        return [(role, p) for role, p in zip(self._roles, self._processes, strict=True) if p.poll() is None]
 
     def ready(self) -> None:
         """Wait until a request would succeed."""
