@@ -9,7 +9,7 @@ PYTEST ?= -n 2 --dist loadfile  # one file's tests share a Valkey
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo serve test redis long architectures lint format types bench clean
+.PHONY: help setup demo serve test redis long architectures chaos mutations lint format types bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the words
@@ -55,6 +55,13 @@ long: $(READY) ## the long suites, with a new seed each time; SEED=N repeats one
 architectures: export OMP_NUM_THREADS = 1
 architectures: $(READY) ## try every decoder architecture of transformers and write docs/architectures.md anew
 	cd tests && ../$(BIN)/python -P -c 'import sys; sys.path.insert(0, "."); from kit.sweep import main; main([])'
+
+chaos: $(READY) ## a deployment under faults: SEED=N repeats a run and its kind, SECONDS=60
+	cd tests && SEED=$(SEED) SECONDS=$(SECONDS) ../$(BIN)/python -P -c \
+	'import sys; sys.path.insert(0, "."); from kit.chaos import main; main()'
+
+mutations: $(READY) ## take each fence and check out in turn: a test must notice; ONLY=append, SHARE=2/5 a part
+	cd tests && ONLY=$(ONLY) SHARE=$(SHARE) ../$(BIN)/python -P -c 'import sys; sys.path.insert(0, "."); from kit.mutations import main; main()'
 
 lint: $(READY) ## style
 	$(BIN)/ruff check .
