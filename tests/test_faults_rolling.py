@@ -1,8 +1,14 @@
-"""Fault 17: each role is replaced under load, one process after another, and no request fails or is asked twice."""
+"""Fault 17: each role is replaced under load, one process after another, and no request fails or is asked twice.
+
+Also by another release: the state of the sources before the last change of what processes say to each other, or the
+commit that HEADRACE_TEST_PREVIOUS names, comes before this one (an upgrade) or after it (the way back).
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tarfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +21,7 @@ from kit.deployment import Deployment, terminate
 from kit.faults import Reader, counted, unfinished, until
 from kit.tokenizers import byte_level
 
+ROOT = Path(__file__).resolve().parent.parent
 TEXT = "Grüße, 世界! 🌶 and more"
 CLIENTS = 6
 ROLES = ("worker", "detok", "api", "batch")
@@ -27,6 +34,25 @@ def roles(redis_url: str, tmp_path: Path) -> Iterator[Deployment]:
         yield roles
 
 
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of the release before."""
+    commit = os.environ.get("HEADRACE_TEST_PREVIOUS") or f"{git('rev-list', '-1', 'HEAD', '--', 'shared')}^"
+    tree = tmp_path_factory.mktemp("previous")
+    archive = tree / "tree.tar"
+    git("archive", "--output", str(archive), commit)
+    with tarfile.open(archive) as packed:
+        packed.extractall(tree, filter="fully_trusted")
+    return tree
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no history to take the release before from: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
 def ready(roles: Deployment, process: subprocess.Popen[bytes]) -> None:
     with connect(roles.redis_url) as store:
         until(
@@ -36,14 +62,25 @@ def ready(roles: Deployment, process: subprocess.Popen[bytes]) -> None:
 
 
 def test_every_role_is_replaced_under_load(roles: Deployment) -> None:
-    old = {role: roles.start(role) for role in ROLES}
+    replace_all(roles, None, None)
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["an upgrade", "the way back"])
+def test_every_role_is_replaced_by_another_release(roles: Deployment, previous: Path, forward: bool) -> None:
+    before, after = (previous, None) if forward else (None, previous)
+    replace_all(roles, before, after)
+
+
+def replace_all(roles: Deployment, before: Path | None, after: Path | None) -> None:
+    """Replace each role's process, of the tree `before`, by one of the tree `after`."""
+    old = {role: roles.start(role, tree=before) for role in ROLES}
     roles.ready()
     over, readers, problems = threading.Event(), list[Reader](), list[BaseException]()
 
     def ask_on() -> None:
         try:
             while not over.is_set():
-                readers.append(reader := Reader({"prompt": f"stream {len(readers)}"}))
+                readers.append(reader := Reader({"prompt": f"stream {len(readers)}"}, sums=before is after))
                 reader.read(roles.url)
         except Exception as e:  # noqa: BLE001 - none may come
             problems.append(e)
@@ -57,7 +94,7 @@ def test_every_role_is_replaced_under_load(roles: Deployment) -> None:
     try:
         for role in ROLES:
             served = len(readers)
-            new = roles.start(role)
+            new = roles.start(role, tree=after)
             ready(roles, new)
             assert terminate(old[role]) == 0
             until(partial(served_since, served), "nobody is served any more")

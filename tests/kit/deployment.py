@@ -69,12 +69,15 @@ class Deployment:
             process.wait()
         self._listener.close()
 
-    def start(self, role: str, *flags: str, failpoints: str = "", clock_off_s: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, role: str, *flags: str, failpoints: str = "", clock_off_s: int = 0, tree: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start one process of a role.
 
         Args:
             failpoints: what befalls it, as in HEADRACE_FAILPOINTS.
             clock_off_s: how far its wall clock is off.
+            tree: another checkout, whose code it runs.
         """
         own = {
             "api": ("--fd", str(self._listener.fileno()), "--data-dir", str(self.folder / "data")),
@@ -85,6 +88,8 @@ class Deployment:
         log = self.folder / f"{role}-{len(self._processes)}.log"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
         environment["HEADRACE_FAILPOINTS"] = failpoints
+        if tree is not None:
+            environment["PYTHONPATH"] = str(tree / ".typing")
         with log.open("wb") as stderr:
             process = subprocess.Popen(
                 [
