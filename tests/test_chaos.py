@@ -33,7 +33,7 @@ def survive(folder: Path, seed: int, seconds: float) -> None:
     assert all(chaos.tally[kind] for kind in ("streams", "whole answers", "batches", "left")), chaos.tally
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_a_minute_of_faults(folder: Path, seed: int) -> None:
     survive(folder, seed, 60)
 

@@ -29,8 +29,9 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def until(check: Callable[[], Any], what: str) -> None:
-    for _ in range(1200):
+def until(check: Callable[[], Any], what: str, limit_s: float = 60) -> None:
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends:
         if check():
             return
         time.sleep(0.05)
@@ -83,7 +84,7 @@ class Replica:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.process = roles.start("api", "--fd", "-1", "--port", str(port), *flags, failpoints=failpoints)
-        until(self.answers, "the replica does not answer")
+        until(self.answers, "the replica does not answer", limit_s=300)  # a worker may compile its kernels first
 
     def answers(self) -> bool:
         try:
