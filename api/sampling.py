@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from ..shared.errors import InvalidRequest
 from ..shared.messages import SamplingParams
 from ..shared.model_card import ModelCard
+from ..shared.patterns import PatternError, program
 from .grammars import grammar_of
 from .protocol.common import SamplingFields
 from .protocol.native import SamplingParamsBody
@@ -59,7 +60,8 @@ def _given(fields: SamplingFields | SamplingParamsBody) -> dict[str, Any]:
 
 
 def _build(given: dict[str, Any], card: ModelCard, prefix: str, keep_none: set[str]) -> SamplingParams:
-    _check_available(given, prefix)
+    if given["stop_regex"]:
+        _check_patterns(given, f"{prefix}stop_regex")
     if given["logit_bias"] is not None:
         given["logit_bias"] = _logit_bias(given["logit_bias"], card, f"{prefix}logit_bias")
     for name in FROM_MODEL:
@@ -101,13 +103,17 @@ def _logit_bias(bias: Mapping[str, float], card: ModelCard, param: str) -> tuple
     return tuple(out)
 
 
-def _check_available(given: Mapping[str, Any], prefix: str) -> None:
-    if given["stop_regex"]:
-        raise InvalidRequest(
-            "'stop_regex' is not available on this server; name the strings in 'stop'.",
-            param=f"{prefix}stop_regex",
-            code="unsupported_parameter",
-        )
+def _check_patterns(given: Mapping[str, Any], param: str) -> None:
+    """The detokenizer walks them, each request's together: what it could not, is said here."""
+    patterns: tuple[str, ...] = given["stop_regex"] or ()
+    try:
+        for pattern in patterns:
+            name = repr(pattern[:80])
+            program((pattern,), ())
+        name = "with the other stops of the request"
+        program(patterns, given["stop"] or ())
+    except PatternError as e:
+        raise InvalidRequest(f"'{param}' {name} cannot be used: {e}.", param=param) from e
 
 
 def _tuple(values: list[V] | None) -> tuple[V, ...] | None:

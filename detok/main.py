@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..shared import logs
-from ..shared.clients import Client, connect
+from ..shared.clients import Client, connect, starting
 from ..shared.failpoints import failpoint
 from ..shared.health import Health
 from ..shared.job_queue import JobQueue
@@ -40,11 +40,12 @@ def run(settings: DetokSettings) -> int:
     member = Membership(ProcessInfo("detok"))
     with Health(member, lambda: connect(settings.redis_url, "detok-health")) as health:
         health.serve(settings.health_host, settings.health_port)
-        member.beat(client)
-        failpoint("detok.listed")
-        detokenizer, vocabularies = _join(settings, store, client, member, stop)
-        health.watch(detokenizer.progress)
-        vocabularies.prepare()
+        with starting():
+            member.beat(client)
+            failpoint("detok.listed")
+            detokenizer, vocabularies = _join(settings, store, client, member, stop)
+            health.watch(detokenizer.progress)
+            vocabularies.prepare()
         log.info("decoding for %s, %d shards in all", store.server, store.shards)
         detokenizer.run()
     return 0

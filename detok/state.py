@@ -17,9 +17,13 @@ import orjson
 from ..shared.chunks import Finish, TextChunk, TextLogprob, TokenChunk, TokenLogprob, Usage
 from ..shared.errors import ProtocolError
 from ..shared.messages import DecodeParams
+from ..shared.patterns import PatternError
 from .decoder import Snapshot, make_decoder
+from .stop_patterns import PatternMatcher
 from .stops import StopMatcher
 from .vocab import Vocabulary
+
+Matcher = StopMatcher | PatternMatcher
 
 STATE_VERSION = 1
 SILENT_TOKENS = (
@@ -31,7 +35,7 @@ class DecodeState:
     """One choice. Not for two threads.
 
     Raises:
-        ProtocolError: the request wants what this release does not do. The api refuses `stop_regex`.
+        ProtocolError: a pattern of `stop_regex` cannot be walked. The api refuses such a request.
 
     Attributes:
         consumed: tokens taken so far.
@@ -59,15 +63,13 @@ class DecodeState:
     )
 
     def __init__(self, rid: str, params: DecodeParams, vocab: Vocabulary) -> None:
-        if params.stop_regex:
-            raise ProtocolError(f"{rid} wants stop_regex, which this release does not match")
         self.rid = rid
         self.consumed = self.published = self.offset = self._cached_tokens = 0
         self.finish: Finish | None = None
         self._params = params
         self._vocab = vocab
         self._decoder = make_decoder(vocab, params)
-        self._stops = StopMatcher(params.stop, keep=params.no_stop_trim) if params.stop else None
+        self._stops = _matcher(params)
         self._ids: list[int] = []
         self._logprobs: list[TextLogprob] = []
         self._prompt: tuple[TextLogprob, ...] | None = None  # waits for the first chunk
@@ -139,7 +141,7 @@ class DecodeState:
         return self._read_to_stop(self._stops, ids, shown, ended)
 
     def _read_to_stop(
-        self, stops: StopMatcher, ids: Sequence[int], shown: int, ended: Finish | None
+        self, stops: Matcher, ids: Sequence[int], shown: int, ended: Finish | None
     ) -> tuple[str, int, str | None]:
         parts = []
         unarmed = self._params.min_new_tokens - self.consumed
@@ -206,3 +208,12 @@ class DecodeState:
             self._stops.restore(partial)
         self._decoder.restore(decoder)
         self._snapshot = self._take_snapshot()
+
+
+def _matcher(params: DecodeParams) -> Matcher | None:
+    if not params.stop_regex:
+        return StopMatcher(params.stop, keep=params.no_stop_trim) if params.stop else None
+    try:
+        return PatternMatcher(params.stop, params.stop_regex, keep=params.no_stop_trim)
+    except PatternError as e:
+        raise ProtocolError(f"a pattern of {params.stop_regex!r:.200} cannot be walked: {e}") from e

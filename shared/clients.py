@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import redis
@@ -131,6 +133,19 @@ class Patience:
 
     async def wait_async(self, error: BaseException) -> None:
         await asyncio.sleep(self.next_pause(error))
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """What a role asks of Redis before it works. That Redis goes away meanwhile is a line of the log, and a new start.
+
+    Raises:
+        StoreUnavailable: it went away.
+    """
+    try:
+        yield
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as e:
+        raise StoreUnavailable(f"Redis went away: {e}") from e
 
 
 def write_always(client: Any, command: str, key: str, *args: str | bytes | int) -> Any:

@@ -42,6 +42,7 @@ from kit.batches import (
 )
 from kit.files_app import files_app
 from kit.loopback import serve
+from redis.asyncio.client import Pipeline
 from rq.exceptions import InvalidJobOperation
 from rq.serializers import JSONSerializer
 
@@ -389,6 +390,25 @@ def test_a_slice_ends_soon_after_it_is_asked_to(client: openai.OpenAI, settings:
     batch = asyncio.run(run())
     assert batch is not None
     assert (batch.status, batch.lease_until) == ("in_progress", 0), "the next driver need not wait for the lease"
+
+
+def test_a_batch_is_made_once_though_its_connection_breaks_while_it_is_made(
+    client: openai.OpenAI, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py tells of a lost connection as of a key that has changed."""
+    watch, broken = Pipeline.watch, list[int]()
+
+    async def watch_and_break(pipe: Pipeline, *names: str) -> bool:
+        done: bool = await watch(pipe, *names)
+        if not broken:
+            with connect(redis_url) as store:
+                broken.append(store.client_kill_filter(_type="normal", skipme=True))
+        return done
+
+    monkeypatch.setattr(Pipeline, "watch", watch_and_break)
+    twice = [create(client, lines(1), extra_headers={"idempotency-key": "k"}) for _ in range(2)]
+    assert broken[0] > 0
+    assert twice[0].id == twice[1].id
 
 
 def test_two_drivers_of_one_batch_do_not_both_drive(client: openai.OpenAI, settings: BatchSettings) -> None:

@@ -315,9 +315,9 @@ def test_a_damaged_tokenizer_is_refused() -> None:
         Vocabulary.from_blob(b"{}")
 
 
-def test_a_stop_regex_is_refused_and_not_ignored() -> None:
-    with pytest.raises(ProtocolError, match="stop_regex"):
-        DecodeState("r", params(stop_regex=("a+",)), BYTES_VOCAB)
+def test_a_pattern_that_cannot_be_walked_is_refused_and_not_ignored() -> None:
+    with pytest.raises(ProtocolError, match="cannot be walked"):
+        DecodeState("r", params(stop_regex=("a$",)), BYTES_VOCAB)
 
 
 def test_the_families_are_told_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 LENGTH = Finish("length")
 quick = settings(deadline=None, max_examples=100)
+PATTERNS = (r"[a-e]{2}", r"\s\S*\s", r"(a|e).", r"\d")
 OUTSIDE = (-1, 2**32, 10**6)
 MODEL = os.environ.get("HEADRACE_TEST_MODEL", "")
 
@@ -105,6 +107,9 @@ def outputs(draw: st.DrawFn, family: Family, stops: bool = False) -> Output:
             stop=tuple(draw(st.lists((inside | st.text("ab \n", max_size=3)).filter(bool), min_size=1, max_size=3))),
             no_stop_trim=draw(st.booleans()),
             min_new_tokens=draw(st.integers(0, 4)),
+            stop_regex=tuple(
+                draw(st.lists(st.builds(re.escape, inside.filter(bool)) | st.sampled_from(PATTERNS), max_size=2))
+            ),
         )
     return Output(params, tuple(output), tuple(cuts))
 
@@ -145,19 +150,20 @@ def stopped(family: Family, output: Output) -> tuple[str, int, str | None]:
     for n in range(1, len(output.ids) + 1):
         text = family.whole(p.prompt_tail, output.ids[:n], p)
         certain = len(text) if n == len(output.ids) else len(text.rstrip("\ufffd"))
-        ends = [
-            (at + len(s), i, s) for i, s in enumerate(p.stop) for at in _occurrences(text, s) if at + len(s) > before
-        ]
-        ends = [e for e in ends if e[0] <= certain]
-        if ends and n > p.min_new_tokens:
-            end, _, stop = min(ends)
-            return text[: end if p.no_stop_trim else end - len(stop)], n, stop
+        names = (*p.stop, *p.stop_regex)
+        patterns = (*map(re.escape, p.stop), *p.stop_regex)
+        spans = [(end, i, at) for i, pattern in enumerate(patterns) for at, end in _matches(text, pattern)]
+        spans = [span for span in spans if before < span[0] <= certain]
+        if spans and n > p.min_new_tokens:
+            end, i, at = min(spans)
+            return text[: end if p.no_stop_trim else at], n, names[i]
         before = max(before, certain)
     return family.whole(p.prompt_tail, output.ids, p), len(output.ids), None
 
 
-def _occurrences(text: str, stop: str) -> list[int]:
-    return [at for at in range(len(text)) if text.startswith(stop, at)]
+def _matches(text: str, pattern: str) -> list[tuple[int, int]]:
+    found, spans = re.compile(pattern), itertools.combinations(range(len(text) + 1), 2)
+    return [(start, end) for start, end in spans if found.fullmatch(text, start, end)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Server
+from headrace.deploy.cli import EXIT_STORE
 from headrace.shared import keys, store
 from headrace.shared.clients import Client, connect
 from headrace.shared.errors import StoreRefused
@@ -223,3 +224,19 @@ def test_a_store_that_evicts_is_refused_by_each_role(redis_url: str, tmp_path: P
         finally:
             client.config_set("maxmemory-policy", "noeviction")
         assert roles.logs().count("Redis evicts keys (maxmemory-policy allkeys-lru)") == 4
+
+
+@pytest.mark.parametrize("role", ["worker", "detok"])
+def test_a_store_that_goes_away_while_a_role_starts_is_a_line(redis_server: Server, tmp_path: Path, role: str) -> None:
+    with Deployment(redis_server.url, tmp_path, [letters("a", 1)]) as roles, connect(redis_server.url) as store:
+        store.delete(keys.WORKERS)  # of those who were killed before
+        process = roles.start(role, failpoints=f"{role}.listed=stall:3")
+        until(lambda: store.zcard(keys.WORKERS), "it is not listed")
+        redis_server.kill()
+        try:
+            assert process.wait(60) == EXIT_STORE
+        finally:
+            redis_server.start()
+        said = roles.logs()
+        assert f"headrace {role}: Redis went away" in said
+        assert "Traceback" not in said

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import suppress
 
 from ..shared import logs
-from ..shared.clients import Client, connect
+from ..shared.clients import TRANSIENT, Client, connect, starting
 from ..shared.control import Inbox
 from ..shared.failpoints import failpoint
 from ..shared.health import Health
@@ -44,14 +45,16 @@ def run(settings: WorkerSettings) -> int:
     member = Membership(ProcessInfo("worker", model=card.name))
     with Health(member, lambda: connect(settings.redis_url, "worker-health")) as health:
         health.serve(settings.health_host, settings.health_port)
-        member.beat(client, LOADING_TTL_MS)
-        failpoint("worker.listed")
-        try:
-            engine = _load_engine(settings, card, tokenizer)
-            worker = _join(settings, store, client, member, engine, tokenizer, stop)
-        except BaseException:
-            member.leave(client)
-            raise
+        with starting():
+            member.beat(client, LOADING_TTL_MS)
+            failpoint("worker.listed")
+            try:
+                engine = _load_engine(settings, card, tokenizer)
+                worker = _join(settings, store, client, member, engine, tokenizer, stop)
+            except BaseException:
+                with suppress(*TRANSIENT):  # what went wrong before is what is told
+                    member.leave(client)
+                raise
         health.watch(worker.progress)
         log.info("serving %s over %s as %s (%s)", engine.card.name, store.server, worker.consumer, worker.owner)
         worker.run()

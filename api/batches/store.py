@@ -98,23 +98,26 @@ class BatchStore:
         return winner
 
     async def _insert(self, batch: Batch, once: str | None) -> Batch:
-        async with self.redis.pipeline(transaction=True) as pipe:
-            while True:
-                if once is not None:
-                    await pipe.watch(once)
-                    first = await pipe.get(once)
-                    if first is not None:
-                        return await self.get(text(first))
-                    pipe.multi()
-                    pipe.set(once, batch.id, ex=ONCE_S)
-                pipe.hset(batch_key(batch.id), mapping=batch.to_hash())
-                pipe.zadd(INDEX, {index_member(batch.created_at, batch.id): 0})
-                pipe.zadd(ACTIVE, {batch.id: batch.created_at * 1000 + GRACE_MS})
-                try:
-                    await pipe.execute()
-                except redis.exceptions.WatchError:
-                    continue
-                return batch
+        while True:
+            try:
+                async with self.redis.pipeline(transaction=True) as pipe:
+                    return await self._insert_with(pipe, batch, once)
+            except redis.exceptions.WatchError:
+                continue  # somebody was faster; or the connection broke, and `once` tells whether we wrote
+
+    async def _insert_with(self, pipe: Pipeline, batch: Batch, once: str | None) -> Batch:
+        if once is not None:
+            await pipe.watch(once)
+            first = await pipe.get(once)
+            if first is not None:
+                return await self.get(text(first))
+            pipe.multi()  # type: ignore[no-untyped-call]
+            pipe.set(once, batch.id, ex=ONCE_S)
+        pipe.hset(batch_key(batch.id), mapping=batch.to_hash())
+        pipe.zadd(INDEX, {index_member(batch.created_at, batch.id): 0})
+        pipe.zadd(ACTIVE, {batch.id: batch.created_at * 1000 + GRACE_MS})
+        await pipe.execute()
+        return batch
 
     async def get(self, batch_id: str) -> Batch:
         """Raises NotFound when there is no such batch."""
