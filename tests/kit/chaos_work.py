@@ -11,7 +11,14 @@ import openai
 from kit.tokenizers import byte_level
 
 STOP = "<|end|>"
-TEXTS = {"short": "Grüße!", "middle": "世界 <|end 🌶 and <|e more" * 2, "long": "the water turns the wheel, " * 5}
+PATTERN = "<tool [^>]*>"
+TEXTS = {
+    "short": "Grüße!",
+    "middle": "世界 <|end 🌶 and <|e more" * 2,
+    "pattern": "a stone, <to be>, a 世 <tool",
+    "long": "the water turns the wheel, " * 5,
+}
+ENDS = {"middle": STOP, "pattern": "<tool 世=7 >"}  # what ends an answer, and is cut off
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,19 @@ class Work:
 
 
 def scripts() -> list[dict[str, Any]]:
-    """Each text a byte a token: `middle` ends by its stop string, the others by themselves."""
+    """Each text a byte a token: those of `ENDS` are ended by a stop string or a pattern, the others by themselves."""
     spell = byte_level().spelled
     lines = [{"when": "endless", "tokens": 500, "tokens_per_s": 5}]
     for name, text in TEXTS.items():
-        ids = spell(text + (STOP + " never read" if name == "middle" else ""))
+        ids = spell(text + (ENDS[name] + " never read" if name in ENDS else ""))
         lines.append({"when": name, "steps": [[i] for i in ids], "finish": "stop", "step_ms": 25})
     return lines
 
 
 def scripted() -> Work:
     def case(name: str) -> Case:
-        tokens = len((TEXTS[name] + (STOP if name == "middle" else "")).encode())
-        return Case({"prompt": f"{name} {{key}}", "stop": STOP}, TEXTS[name], "stop", tokens)
+        tokens = len((TEXTS[name] + ENDS.get(name, "")).encode())
+        return Case({"prompt": f"{name} {{key}}", "stop": STOP, "stop_regex": PATTERN}, TEXTS[name], "stop", tokens)
 
     return Work({name: case(name) for name in TEXTS}, Case({"prompt": "endless {key}"}))
 
