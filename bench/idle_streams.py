@@ -1,6 +1,6 @@
 """What an open stream costs an api process while nothing comes: `python bench/idle_streams.py --model DIR`.
 
-    [--streams 0 500 1000 2000] [--seconds 20] [flags of serve]
+    [--streams 0 500 1000 2000] [--seconds 20] [--at-once 64] [flags of serve]
 
 A scripted worker accepts requests and says nothing for ten minutes; one api process holds their streams, which get a
 comment every 15 s. Only the tokenizer of DIR is loaded. Prints a line of JSON for each number of streams: the process's
@@ -24,7 +24,6 @@ from serving import Serving, serving
 
 SILENCE_MS = 600_000
 WANTED_FILES = 8192
-AT_ONCE = 64
 
 
 def main() -> None:
@@ -32,6 +31,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with the tokenizer")
     parser.add_argument("--streams", type=int, nargs="*", default=[0, 500, 1000, 2000])
     parser.add_argument("--seconds", type=float, default=20.0, help="that each number of streams is looked at")
+    parser.add_argument("--at-once", type=int, default=64, help="streams that are opened at the same time")
     args, flags = parser.parse_known_args()
     os.environ["HEADRACE_FIRST_TOKEN_WAIT_S"] = "0.2"  # of the api: headers wait no longer for a token
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -41,16 +41,16 @@ def main() -> None:
         script.flush()
         served = ["--model", f"m={args.model}", "--scripted", script.name, "--max-running", "100000"]
         with serving([*served, *flags]) as server:
-            asyncio.run(run(server, args.streams, args.seconds))
+            asyncio.run(run(server, args.streams, args.seconds, args.at_once))
 
 
-async def run(server: Serving, numbers: list[int], seconds: float) -> None:
+async def run(server: Serving, numbers: list[int], seconds: float, at_once: int) -> None:
     """More and more streams in one api process."""
     open_streams: list[asyncio.StreamWriter] = []
     none: dict[str, float] = {}
     for number in numbers:
         while len(open_streams) < number:
-            more = min(AT_ONCE, number - len(open_streams))
+            more = min(at_once, number - len(open_streams))
             open_streams += await asyncio.gather(*(opened(server.url) for _ in range(more)))
         await asyncio.sleep(3)  # what came before has settled
         seen = await look(server, seconds)
