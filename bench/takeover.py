@@ -128,6 +128,7 @@ class Takeovers:
         print(json.dumps({"streams": len(reads), "redis_mb": self._redis_mb()}), flush=True)
         in_time, survivor = True, 0
         for kill in range(1, kills + 1):
+            await self._caught_up(reads)
             victim = next(p for p in self._sharing() if survivor in (0, p.pid))
             survivor = next(p.pid for p in self._sharing() if p.pid != victim.pid)
             line = await self._kill(victim, reads)
@@ -135,6 +136,14 @@ class Takeovers:
             print(json.dumps({"kill": kill, **line}), flush=True)
             await _until(lambda: len(self._sharing()) == 2, LIMIT_S, "two detokenizers share the shards", reads)
         return in_time
+
+    async def _caught_up(self, reads: Sequence[asyncio.Task[None]]) -> None:
+        """Every client has what is published now: what is measured is not how far the api was behind before."""
+        began = time.monotonic()
+        offsets = [self._place(row)[1] for row in self._rows(self._streams)]
+        pairs = list(zip(self._streams, offsets, strict=True))
+        await _until(lambda: all(s.end >= o for s, o in pairs), FILLED_S, "clients have what is published", reads)
+        print(json.dumps({"clients_caught_up_s": round(time.monotonic() - began, 2)}), flush=True)
 
     async def _kill(self, victim: ProcessInfo, reads: Sequence[asyncio.Task[None]]) -> dict[str, Any]:
         shards = set(victim.extra["shards"])
