@@ -8,7 +8,8 @@ tenant are chosen when there is room, not at arrival. It leaves the stream in on
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -166,22 +167,20 @@ class JobQueue:
         return sum(self._scripts.call_many(calls)) if calls else 0
 
     def _pending(self, stream: str, consumer: str) -> list[bytes]:
-        try:
+        with _unless_no_group():
             pending = self._client.xpending_range(stream, keys.GROUP, "-", "+", 1000, consumername=consumer)
-        except redis.exceptions.ResponseError as e:
-            if "NOGROUP" in str(e):
-                return []  # nothing was ever handed over in this lane
-            raise
-        return [entry["message_id"] for entry in pending]
+            return [entry["message_id"] for entry in pending]
+        return []
 
     def reap_consumers(self, pool: str, idle_s: float = 3600.0) -> None:
         """Delete the consumers of hosts that are gone: they hold nothing and were silent for an hour."""
         for stream in (keys.jobs(shard, pool, lane) for shard in range(self._shards) for lane in LANES):
             if not self._client.exists(stream):
                 continue
-            for consumer in self._client.xinfo_consumers(stream, keys.GROUP):
-                if consumer["pending"] == 0 and consumer["idle"] > idle_s * 1000:
-                    self._client.xgroup_delconsumer(stream, keys.GROUP, consumer["name"])
+            with _unless_no_group():
+                for consumer in self._client.xinfo_consumers(stream, keys.GROUP):
+                    if consumer["pending"] == 0 and consumer["idle"] > idle_s * 1000:
+                        self._client.xgroup_delconsumer(stream, keys.GROUP, consumer["name"])
 
     def cancel(self, rids: Iterable[str], finish: Finish) -> int:
         """End requests. Returns how many were still generating."""
@@ -204,3 +203,13 @@ class JobQueue:
             level, message = SWEPT[what.decode()]
             log.log(level, message, owner.decode() or "nobody", extra=about(rid.decode()))
         return int(looked) >= limit
+
+
+@contextmanager
+def _unless_no_group() -> Iterator[None]:
+    """Nothing was ever handed over in this lane, or its group is gone: the script that hands over makes it."""
+    try:
+        yield
+    except redis.exceptions.ResponseError as e:
+        if "NOGROUP" not in str(e):
+            raise

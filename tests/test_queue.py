@@ -421,3 +421,20 @@ def test_logprobs_of_a_prompt_travel_with_the_first_token_or_with_the_end(rig: R
     assert rig.tokens().read({one: 0, two: 0}) == {one: [first], two: [none]}
     assert rig.tokens().append([Append(1, first)]) == {one: Written.OK}  # again: nothing is written twice
     assert rig.tokens().read({one: 0})[one] == [first]
+
+
+def test_consumers_are_reaped_over_lanes_whose_group_is_gone(rig: Rig) -> None:
+    (rid,) = rig.submit()
+    (claim,) = rig.pull()
+    stream = keys.jobs(shard_in(rid), "m", "std")
+
+    def reaped() -> list[bytes]:
+        rig.queue.reap_consumers("m", idle_s=-1)
+        return [consumer["name"] for consumer in rig.client.xinfo_consumers(stream, keys.GROUP)]
+
+    assert reaped() == [b"host:w1"], "one that holds something stays"
+    rig.queue.release("w1", [(rid, claim.epoch)])
+    assert reaped() == []
+    rig.client.xgroup_destroy(stream, keys.GROUP)
+    rig.queue.reap_consumers("m", idle_s=-1)
+    assert rig.queue.recover("m", owner="w1", consumer="host:w1", held=[]) == 0
