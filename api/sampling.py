@@ -105,7 +105,8 @@ def _logit_bias(bias: Mapping[str, float], card: ModelCard, param: str) -> tuple
 
 def _check_patterns(given: Mapping[str, Any], param: str) -> None:
     """The detokenizer walks them, each request's together: what it could not, is said here."""
-    patterns: tuple[str, ...] = given["stop_regex"] or ()
+    patterns: tuple[str, ...] = given["stop_regex"]
+    name = ""
     try:
         for pattern in patterns:
             name = repr(pattern[:80])

@@ -398,8 +398,8 @@ def test_a_batch_is_made_once_though_its_connection_breaks_while_it_is_made(
     """redis-py tells of a lost connection as of a key that has changed."""
     watch, broken = Pipeline.watch, list[int]()
 
-    async def watch_and_break(pipe: Pipeline, *names: str) -> bool:
-        done: bool = await watch(pipe, *names)
+    async def watch_and_break(pipe: Pipeline, *names: str) -> Any:
+        done: Any = await watch(pipe, *names)
         if not broken:
             with connect(redis_url) as store:
                 broken.append(store.client_kill_filter(_type="normal", skipme=True))
